@@ -91,19 +91,14 @@ def _tile_of(rows: int) -> Choose:
     return choose
 
 
-def _of_shared_keys(exchanges: bool, transposed: bool) -> Choose:
+def _of_shared_keys(exchanges: bool) -> Choose:
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
         if not 128 < _widest(problem) <= 256:
             return None
         d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-        if exchanges and (d, dv) not in ((192, 128), (192, 192), (256, 256)):
+        if exchanges and (d, dv) not in ((160, 160), (192, 128), (192, 192), (256, 256)):
             return None
-        if transposed and not (d == 192 and dv in (128, 192)):
-            return None
-        with (
-            mock.patch.object(backward_choice, "_exchanges", lambda *_: exchanges),
-            mock.patch.object(backward_choice, "_takes_more_keys", lambda *_: transposed),
-        ):
+        with mock.patch.object(backward_choice, "_exchanges", lambda *_: exchanges):
             return backward_tiling(problem, program, target, deterministic)
 
     return choose
@@ -121,9 +116,8 @@ CANDIDATES: dict[Direction, dict[str, Choose]] = {
         "no short rows": _by_facts(short_rows=0),
         "no halves": _by_facts(halves=False),
         "dQ from registers": _by_facts(sends=False, wide=False, thirds=False),
-        "shared keys": _of_shared_keys(False, False),
-        "exchange": _of_shared_keys(True, False),
-        "transposed": _of_shared_keys(False, True),
+        "shared keys": _of_shared_keys(False),
+        "exchange": _of_shared_keys(True),
     },
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}

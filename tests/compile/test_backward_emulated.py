@@ -25,7 +25,6 @@ from composattn.backends.fused.launch_backward import BackwardLauncher
 from composattn.backends.fused.plan import Plan
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER, Target
-from composattn.backends.hopper.backward_transposed import Sharer
 from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
@@ -37,7 +36,7 @@ from composattn.mods.score import Score
 from composattn.primitives.block_pair import BothWarps, PairSums
 from composattn.primitives.pipelines import Warps
 from composattn.testing import poisoned
-from tests.compile.test_backward import OF_THREE, TRANSPOSED, retiled
+from tests.compile.test_backward import retiled
 from tests.support import outlier_normal, sampled
 
 SLOPES, BIAS, DOCUMENT = torch.rand(4), torch.randn(4, 600), torch.arange(300) // 70
@@ -100,15 +99,12 @@ CASES = {
 # three kernels to compile each, and what they have others have too: these run with the slow ones
 SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
-    "transposed-all-cut", "transposed-last-cut", "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
+    "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
     "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "thirds-clearing-cut",
     "clearing-blocks-that-leave", "thirds-gqa2-dv64",
     # of tilings that no plan chooses
-    "softcap-gqa2-d192-dv128", "hidden-d192-dv128", "alibi-d256-dv128", "causal-d192-late", "causal-d192-of-three",
     "thirds-leaving", "thirds-passing-gqa2",
-    # in a fixed order, and in the order backwards, these have the rest
-    "causal-gqa2-d192", "window-d192-in-order",
 }  # fmt: skip
 # whoever runs ahead shows what no wait holds back; in the order of the program others find as much
 MODES = [pytest.param(EAGER, marks=pytest.mark.slow), LATE, random_mode(1)]
@@ -158,8 +154,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
     "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 128, True, False), {}, (3, 2, 2)),
     "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 128, False, False), CLEARING, None),
-    "transposed-all-cut": (("causal", torch.bfloat16, 4, 1, 150, 200, 192, 192, True, False), TRANSPOSED, (3, 0, 2)),
-    "transposed-last-cut": (("plain", torch.bfloat16, 2, 2, 250, 170, 192, 128, False, False), TRANSPOSED, (4, 3, 3)),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
     "stay-d96": (("window", torch.float16, 3, 3, 150, 270, 96, 80, False, False), STAY, None),
     "stay-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), STAY, None),
@@ -265,30 +259,6 @@ def test_counters_that_nobody_has_set_are_found(
     monkeypatch.setattr(preprocess, "_clear_of_head", lambda *_: None)
     with pytest.raises(UninitialisedGlobal, match="a count that nobody has set"):
         check_shared("clearing-d64", tmp_path, generator)
-
-
-# facts as above, changes of the tiling
-TRANSPOSED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "plain-ragged-d192": (("plain", torch.bfloat16, 1, 1, 100, 130, 192, 192, True, False), TRANSPOSED),
-    "causal-gqa2-d192": (("causal", torch.bfloat16, 4, 2, 200, 200, 192, 192, True, False), TRANSPOSED),
-    "window-d192-in-order": (("window", torch.float16, 1, 1, 250, 250, 192, 192, False, True), TRANSPOSED),
-    "softcap-gqa2-d192-dv128": (("softcap", torch.bfloat16, 2, 1, 150, 150, 192, 128, True, False), TRANSPOSED),
-    "hidden-d192-dv128": (("hidden", torch.bfloat16, 1, 1, 60, 150, 192, 128, True, False), TRANSPOSED),
-    "alibi-d256-dv128": (("alibi", torch.float16, 2, 2, 150, 150, 256, 128, False, False), TRANSPOSED),
-    "causal-d192-late": (
-        ("causal", torch.bfloat16, 2, 1, 150, 150, 192, 192, True, False), TRANSPOSED | {"p_early": False},
-    ),
-    "causal-d192-of-three": (("causal", torch.bfloat16, 1, 1, 200, 250, 192, 192, True, False), OF_THREE),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("case", often(TRANSPOSED_CASES))
-def test_sums_of_transposed_products_match_fp64(
-    case: str, mode: Mode, folder: Path, generator: torch.Generator
-) -> None:
-    facts, changes = TRANSPOSED_CASES[case]
-    check(facts, folder, generator, mode=mode, **changes)
 
 
 BULK_CASES: dict[str, tuple[Any, ...]] = {
@@ -539,15 +509,6 @@ def test_a_part_of_the_scores_waits_until_the_one_before_was_read(
     monkeypatch.setattr(PairSums, "add", hasty)
     with pytest.raises(SharedRace, match="that nothing orders before this access"):
         check(PAIR_CASES["plain-ragged-d512"], tmp_path, generator, mode=random_mode(1))
-
-
-def test_with_one_buffer_the_next_scores_wait_until_all_have_read_these(
-    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With two, all have met since."""
-    monkeypatch.setattr(Sharer, "wait_for_room", lambda *given: None)
-    with pytest.raises(SharedRace, match="that nothing orders before this access"):
-        check(TRANSPOSED_CASES["plain-ragged-d192"][0], tmp_path, generator, **TRANSPOSED, ds_stages=1)
 
 
 def check(

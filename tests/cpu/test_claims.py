@@ -32,12 +32,11 @@ def test_causal_calls_of_2k_claim_dq_and_a_fixed_order_of_all_writes_it_first() 
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"dq_pieces": 2}, "leaves in one piece"),
         ({"dq_in_bulk": False}, "only copies from shared memory do"),
         ({"claimed_parts": 1}, "each warpgroup claims"),
     ],
 )
-def test_a_claimed_part_of_dq_leaves_whole_and_in_bulk(change: dict[str, Any], why: str) -> None:
+def test_a_claimed_part_of_dq_is_a_warpgroups_and_leaves_in_bulk(change: dict[str, Any], why: str) -> None:
     claimed = tiling(2048, is_causal=True)
     with pytest.raises(AssertionError, match=why):
         dataclasses.replace(claimed, **change)

@@ -19,7 +19,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_thirds import HopperBackwardThirds
-    from .backward_transposed import HopperBackwardTransposed
     from .backward_wide import HopperBackwardWide
     from .forward import (
         HopperForward,
@@ -46,7 +45,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward_wide": HopperBackwardWide,
         "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,
-        "backward_transposed": HopperBackwardTransposed,
         "postprocess": HopperPostprocess,
         "backward_gather": HopperGather,
     }

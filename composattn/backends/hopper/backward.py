@@ -248,7 +248,7 @@ class Consumer(KeyWarpgroup):
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
         tVrdO = self.tVrdO[None, None, None, do_slot.index]
         one_pass = self.mods.backward.one_pass
-        p_early = self.tiling.p_early and (self.tiling.bends_early or not one_pass)
+        p_early = self.tiling.bends_early or not one_pass
         if const_expr(p_early and one_pass):
             weights = cute.make_rmem_tensor(self.scores_shape, Float32)
             warpgroup.wait_group(1)

@@ -13,7 +13,7 @@ from ..fused.coverage import all_are_seen, differ
 from ..fused.cut import MANY
 from ..fused.order import queries_of_a_key
 from ..fused.target import Target
-from ..fused.traits import has_costly_test, has_opaque_test, padded, reads_any, reads_pairs, sums_by
+from ..fused.traits import has_opaque_test, padded, reads_any, sums_by
 from .backward_keys_apart import KeysApart
 from .backward_tiling import ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
 
@@ -54,28 +54,8 @@ def _tiles(problem: Problem, program: Program, target: Target, deterministic: bo
         if _exchanges(d, dv, problem, program):
             clears = clears and (d == 192 or program.mask is None)
             return dataclasses.replace(_exchanged(tiling, problem, program, target), clears=clears)
-        if not _takes_more_keys(d, dv, program):
-            return dataclasses.replace(tiling, clears=clears and program.mask is None)
-        tiling = dataclasses.replace(tiling, kernel="backward_transposed", tile_n=96, p_early=True, clears=clears)
-        halves = deterministic and d == dv and program.score is None and not has_opaque_test(program)
-        return _by_halves(tiling) if halves else tiling
+        return dataclasses.replace(tiling, clears=clears and program.mask is None)
     return KeysApart(problem, program, target, deterministic).tiling
-
-
-def _takes_more_keys(d: int, dv: int, program: Program) -> bool:
-    """Whether two warpgroups have registers for transposed sums of 96 keys: of 384 rows, 144 a thread.
-
-    They have none left where tensors are read at pairs (4 spills) or a mask's test costs much (ids of documents: 75),
-    and their scores lie so that sums by distance have no lines.
-    """
-    fits = d == 192 and dv in (128, 192)
-    reads = reads_pairs(program.score) or reads_pairs(program.mask) or has_costly_test(program.mask)
-    return fits and not reads and not sums_by(program, Pattern.DISTANCE)
-
-
-def _by_halves(tiling: HopperBackwardTiling) -> HopperBackwardTiling:
-    """With dQ in bulk, in the place of a second P and dS: 5 % in a fixed order, where else it loses 2."""
-    return dataclasses.replace(tiling, ds_stages=1, dq_in_bulk=True, dq_pieces=2)
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
@@ -83,7 +63,7 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
     tiling = HopperBackwardTiling(
         kernel="backward_wide",
         tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
-        consumer_registers=240, producer_registers=24, p_early=False, l2=TOGETHER, section_tiles=section_tiles(target),
+        consumer_registers=240, producer_registers=24, l2=TOGETHER, section_tiles=section_tiles(target),
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory

@@ -13,7 +13,7 @@ from ...primitives.tile_queue import TileQueue
 from ...primitives.values import choose, narrow, permuted
 from .backward_apart import ApartBlock, ApartGradientSide, ApartProbabilitySide, ApartSide, DqGroup, HopperBackwardApart
 from .backward_tiling import ExchangeBackwardTiling
-from .dq import DqPart, key_columns
+from .dq import DqPart, dq_columns
 from .key_tile import Layouts, queries_first
 from .wgmma import WARPGROUP, issue, warps_of
 
@@ -104,7 +104,7 @@ class HopperBackwardExchange(HopperBackwardApart):
 
 def across_layout(tiling):
     """Half of the columns of the other block's keys."""
-    return tile_layout(tiling.block_keys, tiling.d // 2, together=key_columns(tiling))
+    return tile_layout(tiling.block_keys, tiling.d // 2, together=dq_columns(tiling))
 
 
 class ExchangeBlock(ApartBlock):

@@ -102,7 +102,6 @@ class KeysApart:
             dq_split="rows" if tall or self.thirds else "transposed" if wide else "columns",
             consumer_registers=240,
             producer_registers=24,
-            p_early=True,
             bends_early=self.bends_early,
             dq_later=self.later,
             dq_in_bulk=self.sends,

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from ..fused.tiling import BackwardTiling
 from ..fused.written import Written
 
 ROWS = 64  # of one warpgroup's product
-DK, DV = 0, 1  # the results that stay in registers
-
-
-class Share(NamedTuple):
-    """Of one warpgroup: its blocks (of which result, number) of 64 rows of dVᵀ and dKᵀ, and its columns of dQ."""
-
-    blocks: tuple[tuple[int, int], ...]
-    first: int
-    columns: int
-
-    def of(self, result: int) -> list[int]:
-        """Its blocks of a result."""
-        return [number for which, number in self.blocks if which == result]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperBackwardTiling(BackwardTiling):
-    """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys,
-    or (`transposed`) each has rows of dVᵀ and dKᵀ of all keys, see `shares`.
+    """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). By `thirds` they share that of two.
-    `p_early`: P is computed while dPᵀ runs, and dS written before the product for dV starts; else P and dS are computed
-    together. `bends_early`: so is P, with what dP - D is multiplied by, where the derivative of a score looks at the
-    score, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later, so that no
-    warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that add, one warp
-    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else by reductions
-    from registers. `dq_pieces` of a warpgroup's part then pass through the same place one after the other. `lse_ahead`:
-    rows of LSE that are read under their scores, as many as there are registers for. `dv_later`, of pairs that exchange
-    dS: the product for dV of a query tile starts behind that for the next one's scores.
+    `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what
+    dP - D is multiplied by, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later,
+    so that no warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that
+    add, one warp starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else
+    by reductions from registers. `lse_ahead`: rows of LSE that are read under their scores, as many as there are
+    registers for. `dv_later`, of pairs that exchange dS: the product for dV of a query tile starts behind that for the
+    next one's scores.
     `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
     `Edge`.
     `held_k`, `held_v`: so many columns of a warpgroup's K and V wait in registers for all query tiles, so that the
@@ -56,12 +40,10 @@ class HopperBackwardTiling(BackwardTiling):
     dq_split: Literal["columns", "rows", "transposed"]
     consumer_registers: int
     producer_registers: int
-    p_early: bool
     dq_later: bool = False
     dq_in_bulk: bool = False
     passing: bool = False
     tries_first: bool = False
-    dq_pieces: int = 1
     lse_ahead: int = 0
     dv_later: bool = False
     bends_early: bool = True
@@ -79,9 +61,6 @@ class HopperBackwardTiling(BackwardTiling):
             # reductions from registers add to what nobody cleared
             assert self.dq_in_bulk, "who comes first at dQ writes it, which only copies from shared memory do"
         if self.claimed_parts:
-            # who has claimed a part would wait for its second piece, and so for its other warpgroup, which may wait for
-            # a part that the second block has claimed, whose first warpgroup waits for the part of the first
-            assert self.dq_pieces == 1, "a part of dQ that is claimed leaves in one piece"
             assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
         if self.short_rows:
             assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
@@ -90,7 +69,7 @@ class HopperBackwardTiling(BackwardTiling):
             assert not self.ends_backwards, "a tile of fewer queries comes last"
         if self.thirds:
             assert self.tile_m * 2 == ROWS * 3 and self.dq_split == "rows", "two tiles of queries are three products"
-            assert self.dq_later and self.dq_in_bulk and self.dq_pieces == 1, "dQ leaves when its second tile is there"
+            assert self.dq_later and self.dq_in_bulk, "dQ leaves when its second tile is there"
             assert not self.claimed_parts, "a warpgroup's part of dQ has other rows in turn"
 
     @property
@@ -107,18 +86,9 @@ class HopperBackwardTiling(BackwardTiling):
         return self.kernel == "backward_wide" or self.dq_apart
 
     @property
-    def transposed(self) -> bool:
-        return self.kernel == "backward_transposed"
-
-    @property
     def thirds(self) -> bool:
         """Whether dQ of two query tiles is computed at once, as three products: see `dq_thirds`."""
         return self.kernel == "backward_thirds"
-
-    @property
-    def has_one_ds(self) -> bool:
-        """Whether who writes the next P and dS waits until these have been read."""
-        return self.transposed and self.ds_stages == 1
 
     @property
     def dq_apart(self) -> bool:
@@ -138,7 +108,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def dq_numbers(self) -> int:
         """Of shared memory through which dQ leaves in bulk: a room for each warpgroup."""
-        return (self.warpgroups * ROWS if self.thirds else self.tile_m) * self.d // self.dq_pieces
+        return (self.warpgroups * ROWS if self.thirds else self.tile_m) * self.d
 
     @property
     def ds_rows(self) -> int:
@@ -151,20 +121,6 @@ class HopperBackwardTiling(BackwardTiling):
         return 1
 
     @property
-    def shares(self) -> tuple[Share, ...]:
-        """What each warpgroup has where dVᵀ and dKᵀ are shared: their blocks of 64 rows in turn, dQ to even it out."""
-        of_results = [(result, i) for result, rows in ((DV, self.dv), (DK, self.d)) for i in range(rows // ROWS)]
-        ends = [round(len(of_results) * n / self.warpgroups) for n in range(self.warpgroups + 1)]
-        shares: list[Share] = []
-        first = 0
-        for n, (begin, end) in enumerate(itertools.pairwise(ends)):
-            even = (2 * self.d + self.dv) // self.warpgroups - ROWS * (end - begin)
-            columns = self.d - first if n == self.warpgroups - 1 else even // 32 * 32
-            shares.append(Share(tuple(of_results[begin:end]), first, columns))
-            first += columns
-        return tuple(shares)
-
-    @property
     def statistic_stride(self) -> int:
         """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
         return -(-self.tile_m // 32) * 32
@@ -172,7 +128,7 @@ class HopperBackwardTiling(BackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_rows * self.tile_n * (2 if self.transposed else 1)
+        scores = self.ds_rows * self.tile_n
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024

@@ -1,25 +1,16 @@
 """The product dQ = dS K, to which each warpgroup of the backward adds a part: who has which (`dq_split`)."""
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32
 
 from ...primitives.values import Fixed, permuted
 from ..fused.kernels.dq_thirds import from_halves
-from .backward_tiling import HopperBackwardTiling, Share
+from .backward_tiling import HopperBackwardTiling
 from .wgmma import MN, ROWS, K, issue, product
 
 
-def key_columns(tiling: HopperBackwardTiling) -> int:
-    """Columns of K that are read together as a right operand, whole swizzles: all parts are multiples of them."""
-    if tiling.transposed:
-        return math.gcd(*(share.columns for share in tiling.shares))
-    return dq_columns(tiling)
-
-
 def dq_columns(tiling: HopperBackwardTiling) -> int:
-    """How many columns of dQ a warpgroup computes, or all where it shares rows."""
+    """How many columns of dQ a warpgroup computes, or all where it shares rows: whole swizzles of K, as it is read."""
     return tiling.d // tiling.dq_parts if tiling.dq_split == "columns" else tiling.d
 
 
@@ -41,26 +32,6 @@ def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, p
         return cute.local_tile(permuted(whole, 1, 0), part, (warpgroup_index, 0))
     place = (0, warpgroup_index) if tiling.dq_split == "columns" else (warpgroup_index, 0)
     return cute.local_tile(whole, part, place)
-
-
-class DqColumns(Fixed):
-    """A warpgroup's part of the product where each has a number of columns of its own."""
-
-    def __init__(self, share: Share, block, tiling: HopperBackwardTiling):
-        assert share.first % share.columns == 0, "a part that begins at no multiple of its columns"
-        self.place = share.first // share.columns  # in memory, where parts are as large as this one
-        self.mma = product(block.dtype, share.columns, left=K, right=MN, written=tiling.written)
-        dq, place = self.mma.get_slice(0), (self.place, 0)
-        b = cute.local_tile(permuted(block.sK, 1, 0), (share.columns, tiling.tile_n), place)
-        self.tQra = dq.make_fragment_A(dq.partition_A(block.sdS))
-        self.tQrb = dq.make_fragment_B(dq.partition_B(b))
-        self.shape = dq.partition_shape_C((tiling.tile_m, share.columns))
-
-    def issue(self, stage) -> cute.Tensor:
-        """Registers that the product of a stage of dS is on its way to."""
-        tQrdQ = cute.make_rmem_tensor(self.shape, Float32)
-        issue(self.mma, tQrdQ, self.tQra[None, None, None, stage], self.tQrb, False)
-        return tQrdQ
 
 
 class DqPart(Fixed):

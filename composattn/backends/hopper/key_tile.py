@@ -16,7 +16,7 @@ from ..fused.kernels.dq_sender import AHEAD
 from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
 from .backward_tiling import HopperBackwardTiling
-from .dq import key_columns
+from .dq import dq_columns
 from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, warps_of
 
 
@@ -33,15 +33,13 @@ class Layouts(NamedTuple):
 
     @staticmethod
     def of(tiling: HopperBackwardTiling) -> "Layouts":
-        k = tile_layout(tiling.tile_n, tiling.d, together=key_columns(tiling))
+        k = tile_layout(tiling.tile_n, tiling.d, together=dq_columns(tiling))
         v = tile_layout(tiling.tile_n, tiling.dv)
-        # what a warpgroup writes of transposed scores are whole swizzles, else they are rows
-        scores = tiling.tile_n // tiling.warpgroups if tiling.transposed else None
         leaving = k, v
         if tiling.persistent:
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
-        ds: Any = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages, scores)
+        ds: Any = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         if tiling.thirds:
             ds = tile_layout(tiling.ds_rows, tiling.tile_n)
         return Layouts(
@@ -73,7 +71,7 @@ class Block(Fixed):
         }
         if deterministic:
             edges["turn"] = self.turns(tiling)
-        if tiling.dq_later or tiling.has_one_ds:
+        if tiling.dq_later:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
             edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
@@ -110,7 +108,6 @@ class Block(Fixed):
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
         self.sQ, self.sdO = tiles(layouts.q), tiles(layouts.dout)
         self.sdS = tiles(layouts.ds)
-        self.sP = tiles(layouts.ds) if tiling.transposed else None
         # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
         self.sdK = self.sdV = None
         if tiling.persistent and not tiling.dq_in_bulk:
@@ -159,24 +156,21 @@ class Block(Fixed):
 
 
 class KeyWarpgroup(Group, KeyGroup):
-    """What the consumers of all backward kernels share: how their scores lie.
-
-    They are those of a product with keys as rows, unless `columns` says how many keys are columns.
-    """
+    """What the consumers of all backward kernels share: how their scores lie, of a product with keys as rows."""
 
     tiling: HopperBackwardTiling
     apart = ROWS
 
-    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread, columns: int | None = None):
+    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
         super().__init__(block, number, thread)
         self.tiling = tiling
-        self.lay_scores(columns or tiling.tile_m, columns)
+        self.lay_scores(tiling.tile_m)
 
-    def lay_scores(self, width: int, columns: int | None = None) -> None:
-        """As a product of `width` columns leaves them: keys where `columns` is given, else queries."""
+    def lay_scores(self, width: int) -> None:
+        """As a product of `width` queries leaves them."""
         self.mma_s = product(self.block.dtype, width, written=self.tiling.written)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
-        self.shape = fragment_shape(width) if columns else fragment_shape(width).transposed
+        self.shape = fragment_shape(width).transposed
 
 
 def queries_first(accumulator: cute.Tensor) -> cute.Tensor:

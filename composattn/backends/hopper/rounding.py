@@ -4,7 +4,6 @@ import cutlass.cute as cute
 
 from ...primitives.lanes import LANES
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.values import permuted
 from ..fused.kernels.backward_gather import BackwardGather
 from ..fused.kernels.dq_thirds import HALF, STRIPS, WarpStrips, from_halves
 from ..fused.kernels.postprocess import Postprocess
@@ -47,18 +46,15 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
 
 
 class HopperGather(BackwardGather[HopperBackwardTiling]):
-    """dK and dV: a warpgroup's keys, or, where they are transposed, all keys of a tile."""
+    """dK and dV: a warpgroup's keys."""
 
     def __init__(self, plan: GatherPlan[HopperBackwardTiling]):
         super().__init__(plan)
-        self.rows = plan.tiling.tile_n if plan.tiling.transposed else ROWS
+        self.rows = ROWS
         self.across = plan.tiling.dk_parts
 
     def part(self, shared: cute.Tensor) -> cute.Tensor:
-        return permuted(shared, 1, 0) if self.tiling.transposed else shared
+        return shared
 
     def sums(self, columns: int) -> WarpgroupSums:
-        if self.tiling.transposed:
-            mma = product(self.dtype, self.rows, left=MN, right=MN)
-            return WarpgroupSums(mma, (columns, self.rows), transposed=True)
         return WarpgroupSums(product(self.dtype, columns, right=MN), (ROWS, columns))

@@ -26,8 +26,7 @@ class DqSender(Fixed):
 
     def __init__(self, kernel: Any, block: Any, number: Any):
         self.kernel, self.block, self.number = kernel, block, number
-        self.pieces = kernel.tiling.dq_pieces
-        self.part = kernel.tiling.tile_m * kernel.tiling.d // block.parts // self.pieces
+        self.part = kernel.tiling.tile_m * kernel.tiling.d // block.parts
 
     @cute.jit
     def run(self, call):
@@ -56,27 +55,24 @@ class DqSender(Fixed):
                         claim = call.claims.place(padded.b, head, padded.first + run.tile(i), self.number)
                         seen = look(claim)  # while the part is computed
                     writes = None
-                    for piece in cutlass.range_constexpr(self.pieces):
-                        mine = Slot(1, self.number, slot.phase)
-                        edge.wait(mine)
-                        if const_expr(turns is not None and piece == 0):
-                            turns.wait(turn_slot)
-                            writes = self.block.is_first(turn_slot)
-                            turns.release(turn_slot, lane)
-                            turn_slot = turn_slot.next()
-                        if const_expr(call.claims is not None and piece == 0):
-                            writes = is_first(claim, seen, lane)
-                        whole = target + first * self.pieces
-                        place = whole + piece * self.part if piece else whole
-                        self.start_sum(writes, source, place, self.part)
-                        wait_sums(Boolean(True), read=True)
-                        edge.release(mine, lane)
-                        if const_expr(turns is not None and piece == self.pieces - 1):
-                            wait_sums(Boolean(True), read=False)
-                            say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
-                        if const_expr(call.claims is not None and piece == self.pieces - 1):
-                            say_written(claim, writes, lane)
-                        slot = slot.next()
+                    mine = Slot(1, self.number, slot.phase)
+                    edge.wait(mine)
+                    if const_expr(turns is not None):
+                        turns.wait(turn_slot)
+                        writes = self.block.is_first(turn_slot)
+                        turns.release(turn_slot, lane)
+                        turn_slot = turn_slot.next()
+                    if const_expr(call.claims is not None):
+                        writes = is_first(claim, seen, lane)
+                    self.start_sum(writes, source, target + first, self.part)
+                    wait_sums(Boolean(True), read=True)
+                    edge.release(mine, lane)
+                    if const_expr(turns is not None):
+                        wait_sums(Boolean(True), read=False)
+                        say(self.kernel.turn(call, work, head, run.tile(i)), lane == 0)
+                    if const_expr(call.claims is not None):
+                        say_written(claim, writes, lane)
+                    slot = slot.next()
         self.end_tile(call, work, slot)
         return slot, turn_slot
 
