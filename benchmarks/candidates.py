@@ -81,11 +81,11 @@ def _each_block(problem: Problem, program: Program, target: Target, deterministi
 
 
 def _tile_of(rows: int) -> Choose:
-    facts = {"tall": rows == 128, "wide": rows == 80, "thirds": rows == 96}
+    facts = {"tall": rows == 128, "wide": rows == 80}
 
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
         d = padded(problem.head_dim)
-        fits = {128: _widest(problem) <= 64, 80: d == 128, 96: d == 96 and padded(problem.head_dim_v) <= d, 64: True}
+        fits = {128: _widest(problem) <= 64, 80: d == 128, 64: True}
         return _by_facts(**facts, way={})(problem, program, target, deterministic) if fits[rows] else None
 
     return choose
@@ -109,13 +109,12 @@ CANDIDATES: dict[Direction, dict[str, Choose]] = {
     "backward": {
         "64 queries": _tile_of(64),
         "80 queries": _tile_of(80),
-        "96 queries": _tile_of(96),
         "128 queries": _tile_of(128),
         "a block a tile": _each_block,
         "plain dQ": _by_facts(way={}),
         "no short rows": _by_facts(short_rows=0),
         "no halves": _by_facts(halves=False),
-        "dQ from registers": _by_facts(sends=False, wide=False, thirds=False),
+        "dQ from registers": _by_facts(sends=False, wide=False),
         "shared keys": _of_shared_keys(False),
         "exchange": _of_shared_keys(True),
     },

@@ -52,18 +52,6 @@ def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
     assert all(later) and not timed(FULL, 256, 8192).tiling.dv_later
 
 
-def test_at_timed_sizes_d96_has_dq_of_two_tiles_at_once_where_a_key_is_seen_by_many() -> None:
-    """2 to 9 %; causal calls of 1k lose 9, windows 1."""
-
-    def lengths(mods: str, in_order: bool = False) -> set[int]:
-        found = {n: timed(mods, 96, n, in_order=in_order).tiling for n in (1024, 2048, 4096, 8192)}
-        assert {t.tile_m for t in found.values()} <= {64, 96}
-        return {n for n, t in found.items() if t.thirds and t.tile_m == 96}
-
-    assert lengths(FULL) == lengths(FULL, in_order=True) == {1024, 2048, 4096, 8192}
-    assert lengths(CAUSAL) == {2048, 4096, 8192} and lengths(CAUSAL, in_order=True) == {4096, 8192}
-
-
 def test_at_timed_sizes_k_and_v_wait_in_registers_as_far_as_there_are_any() -> None:
     """1 to 4 %. Where products lack registers they wait for each other, which takes 1.3 times as long."""
 
@@ -72,7 +60,7 @@ def test_at_timed_sizes_k_and_v_wait_in_registers_as_far_as_there_are_any() -> N
         return t.held_v, t.held_k
 
     assert {held(m, 64, n) for m in (FULL, CAUSAL) for n in (1024, 8192, 32768)} == {(64, 0)}
-    assert {held(m, 96, 8192) for m in (FULL, CAUSAL)} == {(80, 0)} and held(CAUSAL, 96, 1024) == (96, 80)
+    assert {held(m, 96, n) for m in (FULL, CAUSAL) for n in (1024, 8192)} == {(96, 80)}
     assert {held(m, 128, n) for m in (FULL, CAUSAL) for n in (2048, 8192, 32768)} == {(16, 0)}
 
 
@@ -134,10 +122,10 @@ def test_at_timed_sizes_lses_are_read_ahead_and_fixed_orders_stay_where_they_gai
     def ahead(mods: str, d: int, length: int, in_order: bool = False) -> int:
         return timed(mods, d, length, in_order=in_order).tiling.lse_ahead
 
-    assert {ahead(m, d, 8192) for m in (FULL, CAUSAL) for d in (64, 96, 128)} == {4}
+    assert {ahead(m, d, 8192) for m in (FULL, CAUSAL) for d in (64, 128)} == {4}
     assert ahead(CAUSAL, 128, 2048) == 4
     # of 64 queries and in a fixed order none
-    assert ahead(CAUSAL, 128, 1024) == ahead(CAUSAL, 96, 1024) == ahead(FULL, 64, 8192, in_order=True) == 0
+    assert ahead(CAUSAL, 128, 1024) == ahead(CAUSAL, 96, 8192) == ahead(FULL, 64, 8192, in_order=True) == 0
     stay = [
         (d, n) for d in (64, 96, 128) for n in (1024, 2048, 8192) if timed(FULL, d, n, in_order=True).tiling.persistent
     ]

@@ -101,10 +101,8 @@ SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
     "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
     "stay-bulk-cut", "passing-d128", "passing-offsets",
-    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk", "thirds-clearing-cut",
-    "clearing-blocks-that-leave", "thirds-gqa2-dv64",
-    # of tilings that no plan chooses
-    "thirds-leaving", "thirds-passing-gqa2",
+    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk",
+    "clearing-blocks-that-leave",
 }  # fmt: skip
 # whoever runs ahead shows what no wait holds back; in the order of the program others find as much
 MODES = [pytest.param(EAGER, marks=pytest.mark.slow), LATE, random_mode(1)]
@@ -139,11 +137,6 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
 CLEARING, PASSING = {"clears": True}, {"passing": True}
-THIRDS: dict[str, Any] = {
-    "kernel": "backward_thirds", "tile_m": 96, "dq_split": "rows", "dq_later": True, "persistent": True,
-    "dq_in_bulk": True, "clears": True,
-}  # fmt: skip
-THIRDS_IN_ORDER: dict[str, Any] = THIRDS | {"clears": False, "producer_registers": 40, "consumer_registers": 232}
 BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -186,32 +179,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         LEAVE | CLEARING,
         None,
     ),
-    "thirds-clearing": (("causal", torch.bfloat16, 3, 3, 300, 300, 96, 96, True, False), THIRDS, None),
-    "thirds-gqa2-dv64": (("window", torch.float16, 4, 2, 250, 400, 80, 64, True, False), THIRDS, None),
-    "thirds-clearing-cut": (
-        ("plain", torch.bfloat16, 4, 2, 250, 270, 96, 80, False, False),
-        THIRDS,
-        (6, 4, 2),
-    ),
-    "thirds-leaving": (("causal", torch.bfloat16, 2, 2, 300, 300, 96, 96, False, False), THIRDS | LEAVE, None),
-    "thirds-passing-gqa2": (
-        ("window", torch.bfloat16, 4, 2, 300, 400, 96, 96, True, False),
-        THIRDS | PASSING,
-        None,
-    ),
-    "thirds-alibi": (("alibi", torch.bfloat16, 2, 2, 300, 300, 96, 96, True, False), THIRDS, None),
-    "thirds-in-order-gqa2": (("causal", torch.bfloat16, 4, 2, 300, 300, 96, 96, True, True), THIRDS_IN_ORDER, None),
-    "thirds-in-order-full": (("plain", torch.float16, 2, 2, 250, 270, 96, 80, False, True), THIRDS_IN_ORDER, None),
-    "thirds-in-order-short": (
-        ("plain", torch.bfloat16, 2, 1, 220, 270, 96, 96, True, True),
-        THIRDS_IN_ORDER | {"short_rows": 32},
-        None,
-    ),
-    "thirds-in-order-cut": (
-        ("causal", torch.bfloat16, 4, 2, 300, 270, 96, 96, False, True),
-        THIRDS_IN_ORDER,
-        (6, 0, 2),
-    ),
     "short-causal": (
         ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False),
         BULK | STAY | CLEARING | {"short_rows": 64},
@@ -223,13 +190,8 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         (6, 4, 2),
     ),
     "short-alone": (
-        ("plain", torch.float16, 2, 2, 30, 270, 96, 80, False, False),
-        THIRDS | {"short_rows": 48},
-        None,
-    ),
-    "short-thirds-gqa2": (
-        ("causal", torch.bfloat16, 4, 2, 220, 400, 96, 96, True, False),
-        THIRDS | {"short_rows": 32},
+        ("plain", torch.float16, 2, 2, 30, 270, 128, 80, False, False),
+        BULK | STAY | {"short_rows": 48},
         None,
     ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),

@@ -18,7 +18,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
-    from .backward_thirds import HopperBackwardThirds
     from .backward_wide import HopperBackwardWide
     from .forward import (
         HopperForward,
@@ -41,7 +40,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,
-        "backward_thirds": HopperBackwardThirds,
         "backward_wide": HopperBackwardWide,
         "backward_exchange": HopperBackwardExchange,
         "backward_pair": HopperBackwardPair,

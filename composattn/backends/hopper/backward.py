@@ -77,20 +77,14 @@ class HopperBackward(Backward[HopperBackwardTiling]):
                     DqSemaphore(self, speakers).take(call, block)
             if const_expr(tiling.dq_in_bulk):  # noqa: SIM102  known when compiling
                 if (warp > 0) & (warp <= tiling.warpgroups):
-                    self.sender(block, warp - 1).run(call)
+                    DqSender(self, block, warp - 1).run(call)
         else:
             cute.arch.setmaxregister_increase(tiling.consumer_registers)
             self.consume(call, block)
 
-    def sender(self, block, number) -> DqSender:
-        return DqSender(self, block, number)
-
-    def consumer(self, block, thread) -> "Consumer":
-        return Consumer(self.tiling, block, thread)
-
     @cute.jit
     def consume(self, call, block):
-        self.consume_as(call, block, self.consumer(block, cute.arch.thread_idx()[0] - WARPGROUP))
+        self.consume_as(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
 
     @cute.jit
     def consume_as(self, call, block, me):
@@ -140,10 +134,6 @@ class Consumer(KeyWarpgroup):
         self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(sdO, 1, 0, 2)))
         self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(sQ, 1, 0, 2)))
         self.left_shape = dv.partition_shape_A((ROWS, rows))
-        self.lay_ds(rows)
-
-    def lay_ds(self, rows: int) -> None:
-        """Where dS of a query tile's first `rows` goes."""
         self.store_ds = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
         sdSt = permuted(self.block.sdS, 1, 0, 2)  # (keys, queries, stage)
         self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, rows), (self.number, 0, None)))
@@ -152,16 +142,12 @@ class Consumer(KeyWarpgroup):
         """To shared memory."""
         cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
 
-    def step_short(self, call, m, tested, carried) -> "Consumer":
-        """A step of a query tile with few rows, with dQ of the tile before, which has all; gives who has so few."""
+    def short_step(self, call, m, tested, carried):
+        """With dQ of the tile before, which has all rows, and then its own."""
         short = copy.copy(self)
         short.lay_scores(self.tiling.short_rows)
         short.of_rows(self.tiling.short_rows)
         short.step(call, m, tested, *carried)
-        return short
-
-    def short_step(self, call, m, tested, carried):
-        short = self.step_short(call, m, tested, carried)
         short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
         dq_slot, _, _, ds_slot, _ = self.slots(carried)
         *following, own = self.following(call, m, carried)
@@ -319,23 +305,12 @@ class Consumer(KeyWarpgroup):
         else:
             mine = Slot(1, self.number, dq_slot.phase)
             edge.wait_empty(mine)
-            self.put_dq(tQrdQ)
+            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             edge.fill(mine, self.lane)
         # here, as a branch of one lane that the compiler makes of two releases moves additions behind the next wait
         self.block.ds_edge.release(ds_slot, self.lane)
-
-    def put_dq(self, tQrdQ) -> None:
-        """To the place that it leaves from."""
-        store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
-
-    def has_dq(self, last: "LastDq") -> Boolean:
-        """Whether there is a product for dQ of the query tile before."""
-        return last.exists != 0
-
-    def pass_dq(self, last: "LastDq", ds_slot) -> None:
-        """Where there is none."""
 
     def starts(self, slots):
         rings = Abreast.first([slot.stages for slot in slots])
@@ -472,19 +447,16 @@ def _dk_and_last_dq(
     ds_slot: Slot,
 ):
     """dK of a query tile, and dQ of the `last` one, if there is one. No product may run on where branches meet."""
-    if me.has_dq(last):
+    if last.exists != 0:
         tQrdQ = me.start_dq(ds_slot)
         me.run_dk(start_dk, q_slot, do_slot, lambda: me.leave_dq(last, tQrdQ, dq_slot, ds_slot))
     else:
         me.run_dk(start_dk, q_slot, do_slot)
-        me.pass_dq(last, ds_slot)
 
 
 @cute.jit
 def _only_last_dq(me: cutlass.Constexpr, last: LastDq, dq_slot: Slot, ds_slot: Slot):
-    if me.has_dq(last):
+    if last.exists != 0:
         tQrdQ = me.start_dq(ds_slot)
         warpgroup.wait_group(0)
         me.leave_dq(last, tQrdQ, dq_slot, ds_slot)
-    else:
-        me.pass_dq(last, ds_slot)

@@ -30,7 +30,7 @@ from .backward_tiling import ROWS, HopperBackwardTiling
 FEW = 1600  # queries that see a tile of keys, on average: of causal masks 3k tokens
 FEWER = 1000  # 2k tokens
 MORE_ROWS = 1.1
-HALF = 48  # rows, of tiles of 80 and 96
+HALF = 48  # rows, of tiles of 80
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 
@@ -98,8 +98,7 @@ class KeysApart:
             do_stages=2,
             ds_stages=2,
             warpgroups=2,
-            kernel="backward_thirds" if self.thirds else "backward",
-            dq_split="rows" if tall or self.thirds else "transposed" if wide else "columns",
+            dq_split="rows" if tall else "transposed" if wide else "columns",
             consumer_registers=240,
             producer_registers=24,
             bends_early=self.bends_early,
@@ -253,7 +252,7 @@ class KeysApart:
 
     @property
     def tile_m(self) -> int:
-        return 128 if self.tall else 80 if self.wide else 96 if self.thirds else 64
+        return 128 if self.tall else 80 if self.wide else 64
 
     @functools.cached_property
     def tall(self) -> bool:
@@ -282,30 +281,14 @@ class KeysApart:
         return self.deterministic and not ((self.short and self.program.mask is not None) or self.slides)
 
     @functools.cached_property
-    def thirds(self) -> bool:
-        """96, at D 96, where `dq_thirds` has no product in vain.
-
-        Full calls gain 7 %, causal ones of 4k and 8k 6, of 2k 2, ALiBi 9; 1k loses 9 %, windows 1, causal documents 2,
-        soft caps spill. In a fixed order full calls gain 3 to 15 %, causal ones of 4k and 8k 3 and 7; 2k loses 3.
-        """
-        if self.d != 96 or self.dv > self.d:
-            return False
-        if self.whole or not self.light:
-            return self.whole
-        if self.program.mask is None or (self.many and not self.deterministic):
-            return True
-        few = FEW if self.deterministic or not self.problem.layout.is_dense else FEWER
-        return self.seen >= few and end_together(self.problem, self.program)
-
-    @functools.cached_property
     def short_rows(self) -> int:
         """Rows of a sequence's last query tile, where it is computed as one of fewer.
 
         Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128
-        full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; D 96 causal 8k 2; documents 1 to 2.
+        full 2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; documents 1 to 2.
         """
         backwards = self.deterministic and differ(self.problem, self.program)
-        if backwards or not (self.wide or self.thirds):
+        if backwards or not self.wide:
             return 0
         if self.documents or self.short:
             return HALF
@@ -332,7 +315,7 @@ class KeysApart:
         In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %,
         with score mods up to 18, D 128 8 to 25, documents 19 to 31.
         """
-        return self.wide or self.thirds or self.deterministic or self.reads_at_pairs
+        return self.wide or self.deterministic or self.reads_at_pairs
 
     @functools.cached_property
     def later(self) -> bool:
@@ -385,13 +368,11 @@ class KeysApart:
     def stays_in_order(self) -> bool:
         """Whether blocks stay in a fixed order; dK and dV must fit where dQ leaves, and 80 queries spill 278.
 
-        Who sends dQ by thirds has too few registers else (52 spills). D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at
+        D 96 gains 2 to 9 %, D 64 2 to 5 at 1k and 2k; at
         8k it loses 3, with score mods 6. At D 128 causal and full calls lose 2 to 4, ALiBi 2, relative biases 1, biases
         at pairs 16. Causal soft caps gain 3 to 4, documents by ids 4 to 5, full ones of D 64 1, windows 3 (32 on 8
         heads lose 2), neighbourhoods 7, short packed causal sequences 2 to 5.
         """
-        if self.thirds:
-            return True
         tiling, program = self._each_block, self.program
         if tiling.tile_m * tiling.d < ROWS * self.widest or self.wide:
             return False

@@ -16,7 +16,7 @@ class HopperBackwardTiling(BackwardTiling):
     """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
-    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ). By `thirds` they share that of two.
+    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ).
     `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what
     dP - D is multiplied by, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later,
     so that no warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that
@@ -64,17 +64,12 @@ class HopperBackwardTiling(BackwardTiling):
             assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
         if self.short_rows:
             assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
-            fewer = self.dq_split == "transposed" or self.thirds
-            assert fewer, "products with 64 queries as rows have no fewer"
+            assert self.dq_split == "transposed", "products with 64 queries as rows have no fewer"
             assert not self.ends_backwards, "a tile of fewer queries comes last"
-        if self.thirds:
-            assert self.tile_m * 2 == ROWS * 3 and self.dq_split == "rows", "two tiles of queries are three products"
-            assert self.dq_later and self.dq_in_bulk, "dQ leaves when its second tile is there"
-            assert not self.claimed_parts, "a warpgroup's part of dQ has other rows in turn"
 
     @property
     def in_stretches(self) -> bool:
-        fits = (self.kernel == "backward" or self.thirds) and self.d == self.dv
+        fits = self.kernel == "backward" and self.d == self.dv
         return fits and not (self.ends_backwards or self.claimed_parts)
 
     @property
@@ -84,11 +79,6 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def shared_keys(self) -> bool:
         return self.kernel == "backward_wide" or self.dq_apart
-
-    @property
-    def thirds(self) -> bool:
-        """Whether dQ of two query tiles is computed at once, as three products: see `dq_thirds`."""
-        return self.kernel == "backward_thirds"
 
     @property
     def dq_apart(self) -> bool:
@@ -108,12 +98,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def dq_numbers(self) -> int:
         """Of shared memory through which dQ leaves in bulk: a room for each warpgroup."""
-        return (self.warpgroups * ROWS if self.thirds else self.tile_m) * self.d
-
-    @property
-    def ds_rows(self) -> int:
-        """Of all buffers of dS; by `thirds`, that of the last queries of a tile stays for longer (`dq_thirds`)."""
-        return self.ds_stages * self.tile_m + (ROWS // 2 if self.thirds else 0)
+        return self.tile_m * self.d
 
     @property
     def dk_parts(self) -> int:
@@ -128,7 +113,7 @@ class HopperBackwardTiling(BackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         stationary = self.tile_n * (self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_rows * self.tile_n
+        scores = self.ds_stages * self.tile_m * self.tile_n
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024

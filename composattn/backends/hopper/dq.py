@@ -4,9 +4,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ...primitives.values import Fixed, permuted
-from ..fused.kernels.dq_thirds import from_halves
 from .backward_tiling import HopperBackwardTiling
-from .wgmma import MN, ROWS, K, issue, product
+from .wgmma import MN, K, issue, product
 
 
 def dq_columns(tiling: HopperBackwardTiling) -> int:
@@ -19,8 +18,6 @@ def dq_product(tiling: HopperBackwardTiling, dtype, rows: int | None = None) -> 
     if tiling.dq_split == "transposed":
         part = (tiling.d // tiling.warpgroups, rows or tiling.tile_m)
         return product(dtype, part[1], left=MN, right=K, written=tiling.written), part
-    if tiling.thirds:
-        return product(dtype, tiling.d, left=K, right=MN, written=tiling.written), (ROWS, tiling.d)
     rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
     return product(dtype, part[1], left=K, right=MN, written=tiling.written), part
@@ -44,8 +41,6 @@ class DqPart(Fixed):
         if tiling.dq_split == "transposed":
             a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
             b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
-        elif tiling.thirds:  # from any half product on
-            a, b = from_halves(block.sdS, tiling.ds_rows, tiling.tile_n, ROWS), sKt
         elif tiling.dq_split == "columns":
             a = block.sdS
             b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))

@@ -27,7 +27,7 @@ class Layouts(NamedTuple):
     dout: Any
     k: Any
     v: Any
-    ds: Any  # (queries, keys, stage), keys contiguous; by thirds all buffers have their rows side by side
+    ds: Any  # (queries, keys, stage), keys contiguous
     dk: Any  # on its way out, apart from K where a block stays for many tiles
     dv: Any
 
@@ -39,9 +39,7 @@ class Layouts(NamedTuple):
         if tiling.persistent:
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
-        ds: Any = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
-        if tiling.thirds:
-            ds = tile_layout(tiling.ds_rows, tiling.tile_n)
+        ds = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
         return Layouts(
             tile_layout(tiling.tile_m, tiling.d, tiling.q_stages),
             tile_layout(tiling.tile_m, tiling.dv, tiling.do_stages),

@@ -2,10 +2,8 @@
 
 import cutlass.cute as cute
 
-from ...primitives.lanes import LANES
 from ...primitives.swizzled_tiles import tile_layout
 from ..fused.kernels.backward_gather import BackwardGather
-from ..fused.kernels.dq_thirds import HALF, STRIPS, WarpStrips, from_halves
 from ..fused.kernels.postprocess import Postprocess
 from ..fused.plan_backward import GatherPlan, PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
@@ -14,7 +12,7 @@ from .wgmma import MN, ROWS, WarpgroupSums, product
 
 
 class HopperPostprocess(Postprocess[HopperBackwardTiling]):
-    """dQ: each warpgroup has the part that the one of its number had in the main kernel, or a warp has a strip."""
+    """dQ: each warpgroup has the part that the one of its number had in the main kernel."""
 
     def __init__(self, plan: PostprocessPlan[HopperBackwardTiling]):
         super().__init__(plan)
@@ -24,24 +22,12 @@ class HopperPostprocess(Postprocess[HopperBackwardTiling]):
         tiling = self.tiling
         return tile_layout(tiling.tile_m, tiling.d, together=dq_columns(tiling))
 
-    @property
-    def threads(self):
-        return STRIPS * LANES if self.tiling.thirds else super().threads
-
     def sums(self) -> WarpgroupSums:
         mma, part = dq_product(self.tiling, self.dtype)
         return WarpgroupSums(mma, part, transposed=self.tiling.dq_split == "transposed")
 
-    def load(self, source, registers, group, thread):
-        if self.tiling.thirds:
-            WarpStrips(group, thread).load(source, registers)
-        else:
-            super().load(source, registers, group, thread)
-
     def part(self, shared: cute.Tensor, group) -> cute.Tensor:
         tiling = self.tiling
-        if tiling.thirds:
-            return from_halves(shared, tiling.tile_m, tiling.d, ROWS)[None, None, HALF * group]
         return dq_part(tiling, shared, group, dq_product(tiling, self.dtype)[1])
 
 

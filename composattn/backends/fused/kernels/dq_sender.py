@@ -32,11 +32,8 @@ class DqSender(Fixed):
     def run(self, call):
         if const_expr(call.claims is not None):
             cute.arch.griddepcontrol_wait()  # for empty claims
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, self.starts())
-
-    def starts(self) -> tuple:
-        """Slots of the first tile."""
-        return Slot.first(1), Slot.first(AHEAD)
+        slots = Slot.first(1), Slot.first(AHEAD)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
 
     @cute.jit
     def visit(self, call, work, slots):
