@@ -2,11 +2,11 @@
 
 The sums of a product lie with groups of `THREADS` threads, and each group has a part of the memory: its threads' chunks
 of 16 bytes, chunk j of thread t at 4 * (j * THREADS + t) of the part. Whoever reads them must have registers of the
-same product. A group may be a warp, of 32 `threads`.
+same product.
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 from .values import aligned, move
 
@@ -37,19 +37,19 @@ def add_chunks_if(condition, address, registers: cute.Tensor) -> None:
         )
 
 
-def first_number(count: int, group, thread, threads: int = THREADS):
+def first_number(count: int, group, thread):
     """Where the first chunk of a thread with `count` numbers lies."""
-    return group * (count * threads) + thread * 4
+    return group * (count * THREADS) + thread * 4
 
 
-def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread, threads: int = THREADS) -> None:
+def store_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
     """Registers to memory that nobody else writes."""
-    move(_fours(registers.iterator, registers, 4), _of_thread(target, registers, group, thread, threads))
+    move(_fours(registers.iterator, registers, 4), _of_thread(target, registers, group, thread))
 
 
-def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread, threads: int = THREADS) -> None:
+def load_part(source: cute.Tensor, registers: cute.Tensor, group, thread) -> None:
     """What `add_part` and `store_part` have left."""
-    move(_of_thread(source, registers, group, thread, threads), _fours(registers.iterator, registers, 4))
+    move(_of_thread(source, registers, group, thread), _fours(registers.iterator, registers, 4))
 
 
 def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
@@ -57,24 +57,15 @@ def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
     zeros = cute.make_rmem_tensor(4, Float32)
     zeros.fill(0.0)
     chunks, rest = divmod(count, 4 * threads)
-    assert rest % 4 == 0, "numbers that whole accesses do not clear"
+    assert rest == 0, "numbers that whole accesses do not clear"
     place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
     source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
     move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
-    if rest:  # 96 queries of D 96 are four and a half accesses of 512 threads
-        behind = aligned(memory.iterator + (4 * threads * chunks + thread * 4))
-        _move_if(zeros, cute.make_tensor(behind, cute.make_layout(4)), thread * 4 < rest)
 
 
-@cute.jit
-def _move_if(source: cute.Tensor, target: cute.Tensor, condition: Boolean):
-    if condition:
-        move(source, target)
-
-
-def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread, threads: int) -> cute.Tensor:
-    start = memory.iterator + first_number(cute.size(registers), group, thread, threads)
-    return _fours(aligned(start), registers, 4 * threads)
+def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:
+    start = memory.iterator + first_number(cute.size(registers), group, thread)
+    return _fours(aligned(start), registers, 4 * THREADS)
 
 
 def _fours(start: cute.Pointer, registers: cute.Tensor, apart: int) -> cute.Tensor:

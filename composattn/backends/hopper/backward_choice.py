@@ -62,7 +62,7 @@ def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBac
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = HopperBackwardTiling(
         kernel="backward_wide",
-        tile_m=64, tile_n=64, d=d, dv=dv, q_stages=2, do_stages=2, ds_stages=2, warpgroups=2, dq_split="columns",
+        tile_m=64, tile_n=64, d=d, dv=dv, do_stages=2, dq_split="columns",
         consumer_registers=240, producer_registers=24, l2=TOGETHER, section_tiles=section_tiles(target),
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip

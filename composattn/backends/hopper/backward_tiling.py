@@ -15,7 +15,8 @@ ROWS = 64  # of one warpgroup's product
 class HopperBackwardTiling(BackwardTiling):
     """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
-    Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers. `dq_split` says how the
+    Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
+    does not fit. `dq_split` says how the
     warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ).
     `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what
     dP - D is multiplied by, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later,
@@ -33,10 +34,11 @@ class HopperBackwardTiling(BackwardTiling):
     `written`: how products are, see `fused/written.py`.
     """
 
-    q_stages: int
+    warpgroups: ClassVar[int] = 2
+    q_stages: ClassVar[int] = 2
+    ds_stages: ClassVar[int] = 2
+
     do_stages: int
-    ds_stages: int
-    warpgroups: int
     dq_split: Literal["columns", "rows", "transposed"]
     consumer_registers: int
     producer_registers: int

@@ -93,7 +93,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         thread = cute.arch.thread_idx()[0] % THREADS
         way_out, sums = Exit(layout, self.dtype), self.sums()
         registers = sums.registers()
-        self.load(self.sums_of(dq_accum, padded, head, tile), registers, group, thread)
+        load_part(self.sums_of(dq_accum, padded, head, tile), registers, group, thread)
         for i in range(cute.size(registers)):
             registers[i] = registers[i] * scale
 
@@ -101,10 +101,6 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             yield is_first_warp(), tma, shared, *sequence.stored(tensor, head, (self.rows, self.tiling.d), tile)
 
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
-
-    def load(self, source: cute.Tensor, registers: cute.Tensor, group: Any, thread: Any) -> None:
-        """A thread's sums, as the main kernel has left them."""
-        load_part(source, registers, group, thread)
 
     def sums_of(self, dq_accum: cute.Tensor, padded: PaddedTiles, head: Any, tile: Any) -> cute.Tensor:
         """Of a tile, or of a part of one."""
