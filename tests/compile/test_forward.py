@@ -270,8 +270,8 @@ def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
 
     short = [held(mask, 128, length=length, heads=32) for mask in ("causal", "full") for length in (512, 1024)]
     assert short == [0, 128] * 2
-    assert [held(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192, 192, 0, 192]
-    assert held("full", dv=128, length=4096) == 0, "in blocks that leave"
+    assert [held(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192] * 4
+    assert held("full", dv=128, schedule=Schedule(persistent=False)) == 0, "in blocks that leave"
     assert [held(score=score) for score in ("softcap", "bias")] == [0, 0]
     assert (
         held() == 128 and held(layout=PACKED) == held(d=256) == 0 and held(schedule=Schedule(batch_invariant=True)) == 0
