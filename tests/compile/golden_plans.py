@@ -49,10 +49,10 @@ SCORES: dict[str, Any] = {
 LEARNED: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[int, ...]]] = {
     "number": (lambda t: lambda s, b, h, q, kv: s + t * 0.1 * (q - kv), ()),
     "head": (lambda t: lambda s, b, h, q, kv: s - t[h] * (q - kv), (4,)),
-    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t[h, q] * (q - kv), (4, 380)),
-    "column": (lambda t: lambda s, b, h, q, kv: s + t[kv], (380,)),
+    "row": (lambda t: lambda s, b, h, q, kv: s + 0.01 * t[h, q] * (q - kv), (4, 300)),
+    "column": (lambda t: lambda s, b, h, q, kv: s + t[kv], (300,)),
     "distance": (lambda t: lambda s, b, h, q, kv: s + t[h, q - kv + 260], (4, 521)),
-    "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 380, 380)),
+    "pair": (lambda t: lambda s, b, h, q, kv: s + t[h, q, kv], (4, 300, 300)),
 }
 
 LONG, SHORT = (16384, 16384), (512, 512)  # calls whose queries see few keys are cut into small tiles
@@ -100,7 +100,7 @@ def backward(
     step: str, score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0, layout: Layout = DENSE, **how: Any
 ) -> Callable[[], Any]:
     """A step of a gradient, made when called; `how` goes to `plan_backward`. A score in LEARNED has no mask."""
-    of_heads, lengths = how.pop("heads", (4, 2)), how.pop("lengths", (380, 380))
+    of_heads, lengths = how.pop("heads", (4, 2)), how.pop("lengths", (220, 220))
 
     def plan() -> Any:
         mods = learned(score) if score in LEARNED else program(score, mask)
