@@ -62,9 +62,9 @@ class Plan(abc.ABC):
         """Bytes a block may take; where no tiling says less or more, what any may have."""
         return 48 * 1024
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
-        """All that the plan says as text, see `graph.content`."""
+        """All that the plan says as text, see `graph.content`; said once, while captured tensors are there."""
         return f"{self.step}\n{content(self)}"
 
     def __str__(self) -> str:
