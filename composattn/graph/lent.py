@@ -33,11 +33,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
 
 class Unwritten(NamedTuple):
-    """Stands for the time between two writes to a tensor."""
+    """Stands for the time between two writes to a tensor; compared with what `analysis.derived.stamp` says of others."""
 
     stamp: tuple[int, int, weakref.ref[Any]]  # its counter, where its elements begin, its memory
     epoch: int  # of who follows it
-    is_of_form: Callable[[torch.Tensor], bool]  # its
 
     @property
     def version(self) -> int:
@@ -45,20 +44,16 @@ class Unwritten(NamedTuple):
         return self.stamp[0]
 
     def lies_under(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` has the memory and the strides that it had, whether or not it wants a gradient by now."""
+        """Whether `tensor` begins in the memory where it did."""
         _, address, memory = self.stamp
-        return (
-            tensor.data_ptr() == address
-            and memory() is not None
-            and (tensor.requires_grad or self.is_of_form(tensor))  # which none does that is lent and not saved
-        )
+        return tensor.data_ptr() == address and memory() is not None
 
 
 class Lent(Capture):
     """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
 
     __slots__ = (
-        "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_seen", "_version",
+        "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_lies", "_seen", "_version",
         "dependents", "epoch", "unwritten", "written_apart",
     )  # fmt: skip
 
@@ -66,6 +61,7 @@ class Lent(Capture):
         self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
+        self._lies: tuple[torch.Size, tuple[int, ...]] | None = None  # shape and strides, of every tensor that comes
         self._address = 0  # of its elements
         self._version = 0  # by its counter
         self._seen = 0  # by its counter, when it was followed last
@@ -118,6 +114,7 @@ class Lent(Capture):
             before = self._last, self._address, self._version, self.epoch
             plain, alone = tensor.__class__ in _PLAIN, not is_shared(tensor.untyped_storage())
             self._last, self._address = tensor._cdata, tensor.data_ptr()
+            self._lies = tensor.shape, tensor.stride()
             if tensor.is_inference():
                 self._counter = None
             elif not self._counts(tensor, alone and before[:2] == (self._last, self._address)):
@@ -137,12 +134,15 @@ class Lent(Capture):
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""
         self._version = self._seen = tensor._version
         stamp = self._version, tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
-        assert self._is_of_form is not None
-        self.unwritten = Unwritten(stamp, self.epoch, self._is_of_form)
+        self.unwritten = Unwritten(stamp, self.epoch)
 
     def _counts(self, tensor: torch.Tensor, same: bool) -> bool:
         """Whether the counter is that of `tensor`; of a subclass there is none: `same`, whether it is the last one."""
         return same if self._counter is None else self._counter.counts(tensor)
+
+    def lies_as(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has the shape and the strides of those that it stands for, whatever a dispatch mode sees."""
+        return self._lies == (tensor.shape, tensor.stride())
 
     def is_written_apart_from(self, tensor: torch.Tensor) -> bool:
         """Whether it follows another tensor than `tensor`, which counts for itself and was written to meanwhile."""
@@ -216,7 +216,8 @@ class Lending:
                 or tensor._version != capture._version
                 or tensor._cdata != capture._last
                 or tensor.data_ptr() != capture._address
-                or not then.is_of_form(tensor)
+                or capture._is_of_form is None
+                or not capture._is_of_form(tensor)
             ):
                 return False
         return True
@@ -224,7 +225,8 @@ class Lending:
     def refuse_written(self) -> None:
         """Raises `RuntimeError`, as torch does of what autograd saved, where a tensor was written to, or swapped."""
         self.refuse_written_apart()
-        for tensor, then, number in zip(self.tensors, self.unwritten, self.numbers):  # noqa: B905  as above
+        of_each = self.captures, self.tensors, self.unwritten, self.numbers
+        for capture, tensor, then, number in zip(*of_each):  # noqa: B905  as above
             if tensor._cdata != number:
                 raise RuntimeError(
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been swapped for "
@@ -235,7 +237,7 @@ class Lending:
                     f"a captured tensor of shape {tuple(tensor.shape)} that a gradient needs has been modified by an "
                     f"inplace operation: it is at version {tensor._version}, the call read version {then.version}"
                 )
-            if then is not None and not then.lies_under(tensor):
+            if then is not None and not (then.lies_under(tensor) and capture.lies_as(tensor)):
                 raise refused(tensor.shape)
 
     def refuse_written_apart(self) -> None:
