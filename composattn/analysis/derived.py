@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..graph.expr import Capture
+from ..graph.foreign import is_fake, mode_of
 from ..graph.lent import Lent
 from . import refreshed
 from .refreshed import Refreshed, distrusted, version
@@ -43,7 +44,9 @@ class Derived(Capture):
         self.recipe, self.sources = recipe, sources
         self._run = Rerun(lambda inputs: [recipe(*inputs).contiguous()])
         stamp: tuple[Hashable, ...] | None = None
-        if refreshed.belongs_to_graph():
+        if any(map(_is_faked, sources)):  # a mod that a compiled region reads calls another
+            self._kept = self._faked()
+        elif refreshed.belongs_to_graph():
             self._kept = self._formed()
         else:
             _brought_up_to_date(sources)
@@ -91,6 +94,12 @@ class Derived(Capture):
         found.untyped_storage().resize_(0)
         return found
 
+    def _faked(self) -> torch.Tensor:
+        """A fake tensor of its form."""
+        tensors = [source.tensor for source in self.sources]
+        with mode_of(tensors), plain_tensors():
+            return self.recipe(*tensors).contiguous()
+
     def _computed_again(self) -> torch.Tensor:
         made, kept = self._compute(), self._kept
         if made is kept:
@@ -118,6 +127,10 @@ def plain_tensors() -> Iterator[None]:
     """Inside, tensors are made that can be written to anywhere: not so an inference tensor outside of its mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _is_faked(source: Capture) -> bool:
+    return is_fake(source.kept if isinstance(source, Derived) else source.tensor)
 
 
 class Anew:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # by the module that defines them: what to pass instead. CausalBias holds memory that nobody ever wrote to
 _INSTEAD = {
@@ -26,3 +28,8 @@ def reason_against(tensor: torch.Tensor) -> str | None:
 def is_fake(tensor: object) -> bool:
     """Whether there are no elements: torch asks for shapes alone."""
     return isinstance(tensor, FakeTensor)
+
+
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """That of the FakeTensors among these."""
+    return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))

@@ -116,7 +116,8 @@ class Mod:
         if copies.made:
             copies.refuse_outdated(self.leaves)
         if self._expr is None:
-            self._expr = graph_of(self.form, self.leaves)
+            with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
+                self._expr = graph_of(self.form, self.leaves)
         return self._expr
 
     def _repr_latex_(self) -> str:

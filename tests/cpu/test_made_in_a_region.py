@@ -20,6 +20,13 @@ IDS = (torch.arange(40) // 7).repeat(B, 1)
 SLOPES, TABLE = torch.rand(H), torch.randn(H, 9)
 OFFSETS = torch.tensor([0, 10, 24, 30])
 BLOCKS = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+PICKED = torch.tensor([[[[0, -1], [1, 0]]]])
+
+
+def asked(mask: ca.Mask) -> ca.Mask:
+    """The same, made of a function that calls it."""
+    return ca.mask(lambda b, h, q, kv: mask(b, h, q, kv))
+
 
 MASKS: dict[str, list[Callable[[], Any]]] = {
     "causal": [causal, lambda: causal("bottom_right")],
@@ -43,6 +50,8 @@ MASKS: dict[str, list[Callable[[], Any]]] = {
         lambda: (lambda b, h, q, kv: kv < 13) & causal("bottom_right"),
         lambda: ca.mask(lambda b, h, q, kv: q >= kv).named("mine"),
         lambda: ca.BlockSparse(BLOCKS, 16) & causal(),
+        lambda: asked(ca.BlockSparse(BLOCKS, 16)),
+        lambda: asked(ca.BlockSparse.topk(PICKED, 16, Q, KV) & causal()),
     ],
     "shifted": [
         lambda: causal().shifted(q=5),
