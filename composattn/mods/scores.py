@@ -160,10 +160,11 @@ def bias(values: torch.Tensor) -> Score:
     """
     shapes = ("B", "H", "Sq", "Skv")
     table = tensor(values, "values", "float", shapes, shapes[1:], shapes[2:])
+    shared = [surely(size == 1) for size in table.shape]
 
     def bias(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         where = (b, h, q, kv)[4 - table.ndim :]
-        return score + table[tuple(0 if surely(n == 1) else i for i, n in zip(where, table.shape, strict=True))]
+        return score + table[tuple(0 if one else i for i, one in zip(where, shared, strict=True))]
 
     return Score.of(bias)
 
