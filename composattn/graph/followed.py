@@ -410,10 +410,18 @@ def _hand_over_comparisons() -> None:
         symbolic_convert.generic_contains = handed_over  # type: ignore[assignment]
 
 
+_TO_TEXT = {str, repr, ascii, format, print, str.format}  # of what holds tensors, too
 _OF_TENSORS = {
     *(getattr(operator, name) for name in operator.__all__ if name not in ("is_", "is_not", "setitem", "attrgetter")),
     abs, bool, int, float, complex, round, pow, divmod, sum, min, max, any, all, range,
+    *_TO_TEXT,
 }  # fmt: skip
+
+
+def _is_tensor(value: Any, or_holds: bool) -> bool:
+    if or_holds and isinstance(value.realize(), variables.TupleVariable | variables.ListVariable):
+        return any(_is_tensor(item, True) for item in value.items)
+    return value.is_tensor()  # type: ignore[no-any-return]
 
 
 def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
@@ -424,7 +432,7 @@ def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
         func, given = self.as_python_constant(), [*args, *kwargs.values()]
-        of_tensors = func in _OF_TENSORS and any(a.is_tensor() for a in given) if func.__hash__ else False
+        of_tensors = func.__hash__ and func in _OF_TENSORS and any(_is_tensor(a, func in _TO_TEXT) for a in given)
         if not of_tensors and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)
         reading.tx = tx

@@ -207,6 +207,25 @@ def test_the_largest_of_a_row_is_refused_alike() -> None:
     assert str(caught.value) == words
 
 
+HELD = {
+    "an f-string": lambda s, b, h, q, kv: s * len(f"{ROWS}"),
+    "a text in a list": lambda s, b, h, q, kv: s * len(str([ROWS])),
+    "print": lambda s, b, h, q, kv: (print(ROWS), s)[1],
+    "format": lambda s, b, h, q, kv: s * len("{}".format(ROWS)),  # noqa: UP032
+    "an address": lambda s, b, h, q, kv: s * (ROWS.data_ptr() % 7),
+    "a count of writes": lambda s, b, h, q, kv: s * (ROWS._version + 1),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_tensor_holds_is_refused_alike(name: str) -> None:
+    mods = {"score_mod": HELD[name]}
+    kind, words = said_in_eager_code(mods)
+    with pytest.raises(kind) as caught:
+        compiled(calls({name: mods}))(Q)
+    assert str(caught.value) == words
+
+
 # --- activation checkpointing -------------------------------------------------------------------------------------
 
 
