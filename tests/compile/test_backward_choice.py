@@ -19,6 +19,7 @@ from composattn.backends.fused.target import HOPPER
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document
+from composattn.mods.dropout import Dropout
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from tests.compile.test_backward import MODS, plans
@@ -101,6 +102,13 @@ def test_pairs_exchange_gradients_whatever_mods_there_are_where_nothing_spills()
     assert {chosen(192, short, m, dv=128).kernel for m in (FULL, CAUSAL, "document", "grid")} == {exchange}
     assert [chosen(d, grouped, "grid").kernel for d in (192, 256)] == [exchange, "backward_wide"]
     assert {chosen(d, grouped, "document").kernel for d in (192, 256)} == {exchange}
+    dropout = Dropout.with_seed(0.1, 5)
+    assert dropout is not None
+    steps = []
+    for d in (160, 192, 256):
+        problem = Problem(2, *grouped, d, d, torch.bfloat16, torch.device("cpu"))
+        steps.append(plan_backward(problem, Program(None, None, keep=dropout.expr), HOPPER).main.step)
+    assert steps == [exchange, exchange, "backward_wide"]
 
 
 def test_parts_of_dq_that_pairs_add_one_after_the_other() -> None:

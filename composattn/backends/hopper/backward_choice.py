@@ -76,14 +76,14 @@ def _exchanges(d: int, dv: int, problem: Problem, program: Program) -> bool:
     At D 144 and 160 full calls take 0.64 to 0.98 of the time, causal ones of 2k 0.79 to 0.84 (11 drawn shapes, H200);
     at D 192 short causal ones of grouped heads 0.82 to 0.86. Those of a key/value head each lose 11 to 21 % of up to
     406 tokens, as pairs visit 128 keys. A captured bias of D 256 takes 0.74; beside sums of heads 14 registers spilled
-    there, beside opaque tests 10, and 8 beside what a score mod reads of packed sequences.
+    there, beside opaque tests 10, dropout 2, and 8 beside what a score mod reads of packed sequences.
     """
     if (d, dv) not in ((160, 160), (192, 128), (192, 192), (256, 256)):
         return False
     if problem.layout.q == "packed" and reads_any(program.score):
         return False
     if d == 256:
-        return not (has_opaque_test(program) or sums_by(program, Pattern.HEAD))
+        return not (has_opaque_test(program) or sums_by(program, Pattern.HEAD) or program.keep is not None)
     many = program.mask is None or problem.group > 1 or queries_of_a_key(problem, program) > SHORT / 4
     return many or dv == 128
 
