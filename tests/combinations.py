@@ -34,6 +34,7 @@ class Shapes:
     device: str | torch.device
     heads: int
     q_len: int
+    entries: int
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
@@ -44,7 +45,7 @@ def _relative_bias(shapes: Shapes) -> Score:
 
 
 def _own_function(shapes: Shapes) -> Score:
-    rows = shapes.normal(3, Q_LEN)
+    rows = shapes.normal(3, Q_LEN)[: shapes.entries]
     return Score.of(lambda score, b, h, q, kv: score + rows[b, q] * torch.cos((kv % 7) * 0.5) - 0.1 * h, "own function")
 
 
@@ -111,7 +112,7 @@ class Cell:
         generator = torch.Generator().manual_seed(seed)
         heads, kv_heads = HEADS[self.heads]
         q_len = PAGED_Q_LEN if self.layout == "paged" else Q_LEN
-        shapes = Shapes(generator, device, heads, q_len)
+        shapes = Shapes(generator, device, heads, q_len, 1 if self.layout == "dense" else len(Q_LENS))
         given = MODS[self.mod](shapes) | {"mask_mod": MASKS[self.mask](shapes)}
         if self.mod == SHIFTED:
             given["mask_mod"] = given["mask_mod"].shifted(q=scalar(30), kv=torch.tensor(9, device=device))

@@ -65,11 +65,6 @@ FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
     "1 / (+ -0)": lambda x, y: 1 / (x + -0.0),
     "1 / abs": lambda x, y: 1 / torch.abs(x),
     "1 / (* 0)": lambda x, y: 1 / (x * 0.0),
-    "1 / sin": lambda x, y: torch.where(x.abs() < 1.0, 1 / torch.sin(x), 0.0),
-    "1 / tanh": lambda x, y: torch.where(x == 0.0, 1 / torch.tanh(x), 0.0),
-    "1 / expm1": lambda x, y: torch.where(x == 0.0, 1 / torch.expm1(x), 0.0),
-    "1 / log1p": lambda x, y: torch.where(x == 0.0, 1 / torch.log1p(x), 0.0),
-    "1 / erf": lambda x, y: torch.where(x == 0.0, 1 / torch.erf(x), 0.0),
     "1 / where": lambda x, y: 1 / torch.where(x <= 0, x, -x),
 }
 OF_A_CPU: dict[str, Callable[[Any, Any], Any]] = {
@@ -79,9 +74,15 @@ OF_A_CPU: dict[str, Callable[[Any, Any], Any]] = {
     "1 / hardtanh": lambda x, y: 1 / torch.nn.functional.hardtanh(x),
     "1 / leaky_relu": lambda x, y: 1 / torch.nn.functional.leaky_relu(x),
     "1 / elu": lambda x, y: 1 / torch.nn.functional.elu(x),
+    "1 / sin": lambda x, y: torch.where(x.abs() < 1.0, 1 / torch.sin(x), 0.0),
+    "1 / tanh": lambda x, y: torch.where(x == 0.0, 1 / torch.tanh(x), 0.0),
+    "1 / expm1": lambda x, y: torch.where(x == 0.0, 1 / torch.expm1(x), 0.0),
+    "1 / log1p": lambda x, y: torch.where(x == 0.0, 1 / torch.log1p(x), 0.0),
+    "1 / erf": lambda x, y: torch.where(x == 0.0, 1 / torch.erf(x), 0.0),
 }
-"""Whose zero has another sign in torch on a GPU, which takes the larger number by an instruction, to which 0.0 is
-larger than -0.0: kernels do so too."""
+"""Whose zero has another sign on a GPU. torch there takes the larger number by an instruction, to which 0.0 is larger
+than -0.0: kernels do so too. Of smooth functions kernels give 0.0 for -0.0, as the instruction for a sine does (H200),
+or may do so."""
 
 
 # Of numbers below 0 that a head, a batch entry or a size begins: kernels know these as CuTe's own integers, whose

@@ -25,7 +25,7 @@ def mask_of(table: torch.Tensor) -> Any:
         lambda b, h, q, kv: q * q * 100_000 >= kv * kv * 90_001,
         lambda b, h, q, kv: ((q << 25) >> 20) >= kv,
         lambda b, h, q, kv: (q - kv) ** 5 > -(10**9),
-        lambda b, h, q, kv: (table[b] * (q + 8) + kv).abs() % 3 < 2,
+        lambda b, h, q, kv: (table[b + 0 * q] * (q + 8) + kv).abs() % 3 < 2,
         lambda b, h, q, kv: -(q * 20_000_000) <= (h - kv) * 20_000_000 + b,
     )
 
