@@ -33,7 +33,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`
 
 
 class Unwritten(NamedTuple):
-    """Stands for the time between two writes to a tensor; compared with what `analysis.derived.stamp` says of others."""
+    """Stands for the time between two writes to a tensor, and equals what `analysis.derived.stamp` says of it."""
 
     stamp: tuple[int, int, weakref.ref[Any]]  # its counter, where its elements begin, its memory
     epoch: int  # of who follows it
