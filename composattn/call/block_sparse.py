@@ -93,7 +93,7 @@ class BlockSparse(Mask):
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:
         """As of `Mask`; inside of a compiled region a mask, whose blocks are asked for by number no more."""
-        mask = self.named(self.name) if is_traced() else super()
+        mask: Any = self.named(self.name) if is_traced() else super()
         return mask.to(device, non_blocking=non_blocking)
 
     @property

@@ -68,9 +68,11 @@ def _symbolic_order(t: torch.Tensor) -> list[int] | None:
     if is_contiguous_or_false(t) or any(surely(stride == 0) for stride in strides):
         return None
     own = list(range(len(strides)))
-    order = sorted(
-        own, key=functools.cmp_to_key(lambda a, b: _outer(strides[b], strides[a]) - _outer(strides[a], strides[b]))
-    )
+
+    def outer_first(a: int, b: int) -> int:
+        return _outer(strides[b], strides[a]) - _outer(strides[a], strides[b])
+
+    order = sorted(own, key=functools.cmp_to_key(outer_first))
     return None if order == own else order
 
 

@@ -57,7 +57,7 @@ class Traced(UserDefinedObjectVariable):
         return _reading().call(tx, functools.partial(_method, name), [self, *args], kwargs)
 
     def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return _reading().call(tx, self.value, args, kwargs)
+        return _reading().call(tx, self.value, args, kwargs)  # type: ignore[arg-type]
 
     def unpack_var_sequence(self, tx: Any) -> list[Any]:
         return list(_reading().run(tx, tuple, (self.value,)).items)
@@ -159,7 +159,7 @@ class Reading:
             return self._leaf(value, value.value)
         if isinstance(value, UserDefinedObjectVariable) and _is_mod(value.python_type()):
             parts = [self.real(value.var_getattr(self.tx, name)) for name in ("form", "leaves", "name")]
-            return value.python_type().formed(*parts)
+            return value.python_type().formed(*parts)  # type: ignore[attr-defined]
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
             return value.as_python_constant()
         raise _Unknown(value)
@@ -335,7 +335,7 @@ def _function(fn: Any) -> Any:
     fn = fn.realize()
     if isinstance(fn, variables.NestedUserFunctionVariable):
         code = fn.get_code()
-        defaults = () if fn.defaults is None else tuple(fn.defaults.items)
+        defaults = () if fn.defaults is None else tuple(fn.defaults.items)  # type: ignore[attr-defined]
         cells = tuple([types.CellType() for _ in code.co_freevars])
         made = types.FunctionType(code, {}, code.co_name, defaults, cells)
         if fn.kwdefaults is not None:
@@ -374,7 +374,7 @@ def install() -> None:
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
         InstructionTranslatorBase.inline_user_function_return
     )
-    misc.AutogradFunctionVariable.call_apply = functools.partialmethod(  # type: ignore[method-assign]
+    misc.AutogradFunctionVariable.call_apply = functools.partialmethod(  # type: ignore[assignment, method-assign]
         _applied, misc.AutogradFunctionVariable.call_apply
     )
 
@@ -399,7 +399,7 @@ def _hand_over_comparisons() -> None:
     for table in tables:
         for name, handler in list(table.items()):
             if isinstance(handler, types.MethodType) and handler.__func__.__name__ == "call_function":
-                table[name] = handler.__self__.call_function
+                table[name] = handler.__self__.call_function  # type: ignore[attr-defined]
     contains, generic = symbolic_convert.handle_contains, getattr(symbolic_convert, "generic_contains", None)
     if generic is not None:
 
