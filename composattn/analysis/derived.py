@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..graph.expr import Capture
 from ..graph.foreign import is_fake, mode_of
@@ -104,9 +105,9 @@ class Derived(Capture):
         made, kept = self._compute(), self._kept
         if made is kept:
             return kept
-        storage = kept.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(made.nbytes)
+        # a table that vmap wraps has memory from the start, and a storage that torch does not give
+        if not is_functorch_wrapped_tensor(kept) and not kept.untyped_storage().nbytes():
+            kept.untyped_storage().resize_(made.nbytes)
         return kept.copy_(made)
 
     def refresh(self) -> None:
