@@ -66,7 +66,7 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     from composattn.backends.fused.call_class import Work
     from composattn.backends.hopper import forward_choice
 
-    class_of = forward_choice.class_of
+    class_of = forward_choice.class_of  # type: ignore[attr-defined]
 
     def longer(*call: Any, **how: Any) -> Any:
         found = class_of(*call, **how)

@@ -65,7 +65,10 @@ class Sources:
 
 def _stamp(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Another one after a write to them; nobody counts those of inference mode. Memory may become shared meanwhile."""
-    return [(t.untyped_storage()._cdata, t.storage_offset(), None if t.is_inference() else t._version) for t in tensors]
+    with torch._C.DisableTorchFunction():  # it may be asked while a mod that reads them is traced
+        return [
+            (t.untyped_storage()._cdata, t.storage_offset(), None if t.is_inference() else t._version) for t in tensors
+        ]
 
 
 def _hold_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -292,3 +292,6 @@ def _scores(cap: float | None, biases: list[torch.Tensor]) -> Score | None:
     """The score mod of a layer: its soft cap, then what is added; None where it changes nothing."""
     mods = [*([] if cap is None else [Score.of(soft_cap(cap))]), *map(_adding, biases)]
     return functools.reduce(lambda first, then: first >> then, mods) if mods else None
+
+
+__all__ = ["ModelMask", "attend", "mask", "register"]

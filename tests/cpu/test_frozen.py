@@ -236,7 +236,7 @@ def test_a_function_whose_backward_is_its_gradient_is_served(generator: torch.Ge
 
 
 def test_gradients_under_no_grad_outside_are_nobodys_matter(generator: torch.Generator) -> None:
-    q = torch.randn(1, 2, 9, 8, generator=generator)
+    q = torch.randn(1, len(LEARNED), 9, 8, generator=generator)
     with torch.no_grad():
         made = ca.Attention(score_mod=lambda s, b, h, i, j: s * LEARNED[h])
         made(q, q, q)

@@ -246,7 +246,7 @@ class _counted:
     """Notes each call of `ca.attention` that the integration makes."""
 
     def __init__(self, calls: list[int]) -> None:
-        self.calls, self.theirs = calls, integration.attention
+        self.calls, self.theirs = calls, integration.attention  # type: ignore[attr-defined]
 
     def __enter__(self) -> None:
         theirs: Callable[..., Any] = self.theirs
@@ -256,10 +256,10 @@ class _counted:
             self.calls.append(1)
             return theirs(*args, **options)
 
-        integration.attention = noted  # type: ignore[assignment]
+        integration.attention = noted  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
-        integration.attention = self.theirs
+        integration.attention = self.theirs  # type: ignore[attr-defined]
 
 
 def _line(error: Exception) -> str:

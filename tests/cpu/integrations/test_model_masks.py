@@ -90,7 +90,9 @@ def test_what_reads_a_mask_as_a_tensor_gets_what_it_gets_with_sdpa(read: str) ->
     assert torch.equal(READS[read](of_a_window()), READS[read](as_a_tensor()))
 
 
-@pytest.mark.parametrize("add", [lambda s, m: s + m, lambda s, m: m + s, lambda s, m: (1 - m) * s], ids=str)
+@pytest.mark.parametrize(
+    "add", [lambda s, m: s + m, lambda s, m: m + s, lambda s, m: (1 - m) * s], ids=["right", "left", "away"]
+)
 def test_bools_added_to_scores_are_refused(add: Any) -> None:
     with pytest.raises(errors.UnsupportedOption, match="adds its mask to scores"):
         add(torch.zeros(2, 4, Q_LENGTH, KV_LENGTH), of_a_window())
