@@ -42,7 +42,7 @@ BESIDE_BLOCKS: dict[str, Callable[..., Any]] = {
         s + kv * 0.05, torch.where(q // 128 != kv // 128, OF_HEADS[h % 3], OF_SEQUENCES[b])
     ),
     "the smaller of a score and a line by blocks": lambda s, b, h, q, kv: torch.minimum(
-        s, torch.where(q // 64 < kv // 64, OF_HEADS[h], q * -0.19)
+        s, torch.where(q // 64 < kv // 64, OF_HEADS[h + 0], q * -0.19)
     ),
 }
 

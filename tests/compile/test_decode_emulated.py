@@ -32,15 +32,16 @@ from composattn.mods.score import Score
 from composattn.testing import check, make_case, make_paged_case, make_varlen_case
 from tests.support import outlier_normal, sampled
 
+# slopes of more heads than calls have, which h + 0 says
 SLOPES, TREE = torch.rand(128), torch.rand(7, 300) < 0.5
 
 
 def alibi(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return score - SLOPES[h] * (q + 250 - kv)
+    return score - SLOPES[h + 0] * (q + 250 - kv)
 
 
 def head_gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return score * (0.5 + SLOPES[h]) + SLOPES[h]
+    return score * (0.5 + SLOPES[h + 0]) + SLOPES[h + 0]
 
 
 def late(b: Any, h: Any, q: Any, kv: Any) -> Any:
