@@ -209,7 +209,8 @@ class OnlineSoftmax(Fixed):
         if self.factors is None:
             return None
         largest = exp2(cm.fma(self.maximum[r], self.scale, -self.scaled_shift[r]))
-        return largest.to(self.factors).to(Float32) - largest
+        rounding = largest.to(self.factors).to(Float32) - largest
+        return choose(largest < Float32.inf, rounding, Float32(0.0))  # NaN has none either
 
     def _is_hidden(self, maximum: Any) -> Any:
         """Whether a row with this maximum has nothing to attend."""

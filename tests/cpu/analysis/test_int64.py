@@ -233,7 +233,7 @@ MASKS: dict[str, Mod] = {
     "the largest constant": lambda b, h, q, kv: (kv <= MOST) & (q >= LEAST),
     "documents by their hashes": lambda b, h, q, kv: HASHES[q] == HASHES[kv],
     "rows sampled by a hash": lambda b, h, q, kv: (SPREAD[q] > -(2**61)) & (q >= kv),
-    "tables for other numbers of sequences": lambda b, h, q, kv: TIMES[b, kv] <= NOW[b],
+    "tables for other numbers of sequences": lambda b, h, q, kv: TIMES[b + 0, kv] <= NOW[b + 0],
     "quotients of floats": lambda b, h, q, kv: (kv.float() % 0.5 <= 0.1) & (q // 0.5 > 7.0),
     "32 bits with no sign": lambda b, h, q, kv: UINT32[kv % 2] > 2**31,
 }  # fmt: skip

@@ -222,6 +222,19 @@ DIFFERENCES = [
         lambda: ca.flex_attention(Q, K, V, return_lse=True),
     ),
     Difference(
+        "`isinstance(score, torch.Tensor)`, `torch.is_tensor(q_idx)` in a mod", "True",
+        "False, so a branch on it takes the other side, and signatures that are checked at run time refuse the mod",
+        "values in a mod stand for numbers of a formula and hold nothing; ask `hasattr(x, \"dtype\")`, and leave mods "
+        "out of the check",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s * 2 if torch.is_tensor(s) else s),
+    ),
+    Difference(
+        "text of a captured tensor (f-strings, `str`, `repr`, `print`) in a mod", "taken", "`ScalarExtraction`",
+        "it would be taken once, when the mod is traced; make it outside",
+        lambda: ca.flex_attention(Q, K, V, score_mod=lambda s, b, h, q, kv: s * len(f"{MEANS}")),
+        errors.ScalarExtraction,
+    ),
+    Difference(
         "a torch.autograd.Function with a backward of its own in a mod", "its backward is taken",
         "`UnsupportedOperation`",
         "a mod becomes a formula and has its derivative; a backward that equals it is accepted",
