@@ -243,9 +243,10 @@ def _of_packed(mod: Any, documents: Varlen) -> Any:
     """`mod` of positions in the packed row, asked with a document and positions in it."""
     q_begin = documents.cu_seqlens_q
     kv_begin = q_begin if documents.cu_seqlens_k is None else documents.cu_seqlens_k
+    # offsets have one more entry than there are sequences, which b + 0 says
     if isinstance(mod, Score):
-        return lambda score, b, h, q_idx, kv_idx: mod(score, 0, h, q_idx + q_begin[b], kv_idx + kv_begin[b])
-    return lambda b, h, q_idx, kv_idx: mod(0, h, q_idx + q_begin[b], kv_idx + kv_begin[b])
+        return lambda score, b, h, q_idx, kv_idx: mod(score, 0, h, q_idx + q_begin[b + 0], kv_idx + kv_begin[b + 0])
+    return lambda b, h, q_idx, kv_idx: mod(0, h, q_idx + q_begin[b + 0], kv_idx + kv_begin[b + 0])
 
 
 def _told(

@@ -141,6 +141,7 @@ DIFFERENTIABLE = [
     if row.sympy is not None
     and row.partials is not None
     and name not in ("mod", "floordiv", "sign", "floor", "ceil")
+    and name != "among"  # which is its argument
     and not name.startswith("cast_")
     and _is_float(name)
 ]
