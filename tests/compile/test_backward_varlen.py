@@ -208,20 +208,6 @@ def test_captured_gradients_of_packed_sequences_are_right(name: str, generator: 
     check(partial(ca.attention, backend="hopper-emulated"), case)
 
 
-@pytest.mark.parametrize("mods", ["plain", "relative", "learned"])
-def test_score_mods_leave_packed_full_calls_of_d96_no_registers_for_96_queries(mods: str) -> None:
-    """In a fixed order; with sums by distance they had no shared memory either."""
-    bias = torch.rand(2, 261)
-    score = None if mods == "plain" else lambda s, b, h, q, kv: s + bias[h, q - kv + 130]
-    case = make_varlen_case(3, [60, 130], score_mod=score, heads=2, dim=96, dtype=torch.bfloat16)
-    problem, program = Problem.of(case.q, case.k, case.v, varlen=case.varlen), case.program
-    if mods == "learned":
-        program = GradientProgram(program, fused_reads(program))
-    tiling = plan_backward(problem, program, HOPPER, deterministic=True).main.tiling
-    assert tiling.tile_m == (96 if mods == "plain" else 64)
-    assert tiling.shared_memory(2) <= HOPPER.shared_memory
-
-
 def test_lists_serve_packed_sequences_in_a_fixed_order(generator: torch.Generator) -> None:
     blocks = torch.rand(2, 2, 10, 10, generator=generator) < 0.4
     case = make_varlen_case(

@@ -19,9 +19,9 @@ from composattn.backends.fused.emulated import EmulatedForward, emulating
 from composattn.backends.fused.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.plan_backward import plan_backward
 from composattn.backends.fused.target import HOPPER
-from composattn.backends.hopper import maxima
-from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.tiling import GUESSING, HopperTiling
+from composattn.backends.hopper.forward_choice import forward_tiling, tiling_of_form
+from composattn.backends.hopper.forward_table import GUESSES_STAYS, STAYS
+from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -58,12 +58,9 @@ def check_bits_of_a_block_per_tile(plan: ForwardPlan, q: torch.Tensor, k: torch.
 
 @pytest.mark.parametrize(("name", "guesses"), sampled(itertools.product(CASES, (False, True)), 5))
 def test_drawn_tiles_give_the_same_bits(
-    name: str, guesses: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    name: str, guesses: bool, generator: torch.Generator
 ) -> None:
     """Two sequences of 2 heads, one key/value head, 2 query tiles each: 8 tiles for 3 blocks."""
-    if guesses:
-        monkeypatch.setattr(maxima, "MANY_KEYS_GUESSED", 0)
-        monkeypatch.setattr(maxima, "MANY_KEYS_LINE", 0)
     mods = CASES[name]
     q, k, v = (outlier_normal(2, h, 201, 128, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
     program = ca.Attention(**mods).program
@@ -77,8 +74,9 @@ def test_drawn_tiles_give_the_same_bits(
         return found
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    plan = plan_forward(problem, program, FEW)
-    if guesses and plan.tiling.kernel == GUESSING:
+    form = GUESSES_STAYS if guesses else STAYS
+    plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, problem, program, FEW))
+    if guesses:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
     assert plan.tiling.drawn == "late"
     out, lse = run(drawn(plan, persistent=False, drawn=None, q_stages=1))

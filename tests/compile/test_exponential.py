@@ -134,7 +134,8 @@ def test_a_quarter_of_the_columns_is_a_quarter_of_the_exponentials() -> None:
     counts = [len(re.findall(r"\bex2\.", text_of(planned(units)))) for units in (HARDWARE, ExponentialUnits(1, 4))]
     elements = 2 * planned(HARDWARE).tiling.tile_n // 4  # of a thread
     steps = counts[0] // elements  # copies of softmax in the kernel; each has two factors beside, but the first
-    assert counts[0] == steps * elements + 2 * (steps - 1)
+    rounded = 2  # how the largest probability of each row was rounded is computed once, at the end
+    assert counts[0] == steps * elements + 2 * (steps - 1) + rounded
     assert counts[0] - counts[1] == steps * elements // 4
 
 
