@@ -16,7 +16,6 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.emulated import captured

@@ -57,9 +57,7 @@ def check_bits_of_a_block_per_tile(plan: ForwardPlan, q: torch.Tensor, k: torch.
 
 
 @pytest.mark.parametrize(("name", "guesses"), sampled(itertools.product(CASES, (False, True)), 5))
-def test_drawn_tiles_give_the_same_bits(
-    name: str, guesses: bool, generator: torch.Generator
-) -> None:
+def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: torch.Generator) -> None:
     """Two sequences of 2 heads, one key/value head, 2 query tiles each: 8 tiles for 3 blocks."""
     mods = CASES[name]
     q, k, v = (outlier_normal(2, h, 201, 128, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
