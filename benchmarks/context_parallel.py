@@ -191,7 +191,7 @@ def memory_of(case: Case, each: Contestant) -> dict[str, Any]:
 
 
 def rows_bytes(case: Case, each: Contestant, backward: bool) -> int:
-    """Of the rank's own rows, and of those that it fetches; see the file's head."""
+    """Bytes of the rank's own rows and of those that it fetches; see the file's head."""
     own, fetched = each.leaves[0].shape[2], 0
     if each.shard is not None and each.shard._last.traffic.method != "heads":
         fetched = each.shard._last.traffic.received[dist.get_rank()] // (case.kv_heads * HEAD_DIM * 4)

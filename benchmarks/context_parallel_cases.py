@@ -1,4 +1,4 @@
-"""Of context parallel's benchmark: masks and lengths, their tensors, and this package on one GPU and on several."""
+"""Cases of context parallel's benchmark: masks and lengths, tensors, this package on one GPU and on several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Of the documents, log-normal; a fixed draw."""
+        """Lengths of the documents, log-normal; a fixed draw."""
         generator = torch.Generator().manual_seed(0)
         weights = torch.randn(DOCUMENTS, generator=generator).mul(0.8).exp()
         ends = (weights.cumsum(0) / weights.sum() * self.seq_len).round().long()
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of a forward and a backward."""
+        """FLOPs of a forward and a backward."""
         return 3.5 * 4 * self.pairs * self.heads * HEAD_DIM
 
     def tensors(self, device: torch.device) -> tuple[T, T, T, T]:

@@ -56,7 +56,7 @@ def torch_ring(case: Case) -> Contestant:
 
 
 def torch_cp(name: str) -> Any:
-    """Of torch's context parallel, which is not public: its place changes between versions. Raises: `ImportError`."""
+    """A name of torch's context parallel, which is not public and moves between versions. Raises: `ImportError`."""
     for place in ("_context_parallel._attention", "_context_parallel", "_attention"):
         try:
             module = importlib.import_module(f"torch.distributed.tensor.experimental.{place}")

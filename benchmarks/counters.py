@@ -219,7 +219,7 @@ def run_once(wanted: Sequence[tuple[Case, Sequence[str]]], told: Path, seconds: 
 
 
 def known_metrics(ncu: str) -> list[str]:
-    """Of `METRICS`, those that this ncu knows on this chip."""
+    """The `METRICS` that this ncu knows on this chip."""
     done = subprocess.run([ncu, "--query-metrics", "--chips", "gh100"], capture_output=True, text=True, check=False)
     names = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
     if not any("__" in name for name in names):

@@ -59,7 +59,7 @@ def newest(files: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
 
 
 def compared(table: dict[str, dict[str, Row]]) -> list[tuple[str, Row, Row]]:
-    """Of each case and way of ours to call it: the words for it, our row, and that of the fastest peer counted.
+    """For each case and way to call it: the words for it, our row, and that of the fastest peer counted.
 
     A fixed order stands beside the default. Cases are in their order.
     """

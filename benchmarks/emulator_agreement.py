@@ -1,4 +1,4 @@
-"""The same kernels and inputs on a GPU and in the emulator: O and LSE side by side, over many configurations.
+"""Kernels on a GPU and in the emulator with equal inputs: O and LSE side by side, over many configurations.
 
     python -m benchmarks.emulator_agreement [--out FILE]
 

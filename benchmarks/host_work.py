@@ -184,7 +184,7 @@ class Step:
 
 
 class PackedStep:
-    """The same of packed sequences; each step has other lengths, and another total where asked for."""
+    """A step of packed sequences; each has other lengths, and another total where asked for."""
 
     def __init__(self, size: Size, new_total: bool = False) -> None:
         self.attention, self.size, self.new_total = HostOnly(causal()), size, new_total

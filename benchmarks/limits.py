@@ -38,7 +38,7 @@ KEPT = OUT / "limits.json"
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Of a main kernel. `pairs`: visited for each visible one. `balance`: of the multiprocessors' time, in use.
+    """Limits of a main kernel. `pairs`: visited for each visible one. `balance`: share of the SMs' time in use.
 
     `unit` is the busiest of a tile, with the clocks it takes for a pair of a tile that needs no test, `tested_unit` of
     one that does. `clocks` are those of the whole call.

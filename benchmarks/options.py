@@ -52,7 +52,7 @@ SHAPES = (
 
 
 def calls(shape: Shape, device: torch.device) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Of the forward and of the backward, each way to call by name; the first is the one without options."""
+    """Ways to call forward and backward, by name; the first is the one without options."""
     (hq, hkv), (sq, skv) = shape.heads, shape.lengths
 
     def normal(*size: int) -> torch.Tensor:

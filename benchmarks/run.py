@@ -158,7 +158,7 @@ def run_case(
     beside: dict[str, Call],
     options: argparse.Namespace,
 ) -> list[Row]:
-    """Of all implementations in turns, and what else is timed `beside` where rows are of TFLOP/s."""
+    """Rows of all implementations, timed in turns, and what else is timed `beside` where rows are of TFLOP/s."""
     if case.measure == "memory" and device.type != "cuda":
         raise NotServed("peak memory is read from the allocator of a GPU")
     calls, errors, rows, visible = make_ready(case, implementations, device, options.limit)

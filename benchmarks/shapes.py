@@ -126,7 +126,7 @@ def drawn(direction: Direction, part: Part) -> list[Case]:
 
 
 def every_shape() -> list[Case]:
-    """Of both directions and parts."""
+    """The shapes of both directions and parts."""
     return [case for direction in COUNTS for part in SEEDS for case in drawn(direction, part)]
 
 

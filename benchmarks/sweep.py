@@ -47,7 +47,7 @@ def wanted(case: Case, peers: list[str]) -> list[str]:
 
 
 def waves(cases: list[Case]) -> Iterator[list[Case]]:
-    """As many cases at a time as memory has room for."""
+    """Cases in groups, each as large as memory has room for."""
     wave: list[Case] = []
     room = BYTES_AT_ONCE
     for case in cases:
@@ -73,7 +73,7 @@ def of_forms(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def judged(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Of each shape: its regret, the fastest candidate, and the ratio to the best peer, by its name."""
+    """For each shape, by name: its regret, the fastest candidate, and the ratio to the best peer."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row["row"] for row in rows):
         times = {row["impl"]: row["ms"] for row in rows if row["row"] == name and "ms" in row}

@@ -225,7 +225,7 @@ class Team:
         return holders, in_order
 
     def _process(self, place: tuple[str, int]) -> Process:
-        """Of this place, begun with its first case, and again where it ended."""
+        """The process of this place, begun with its first case, and again where it ended."""
         process = self._processes.get(place)
         if process is None or process.ended:
             with self._log.open("a") as log:

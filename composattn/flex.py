@@ -310,7 +310,7 @@ def _known_still(block_mask: Any) -> _Known | None:
 
 
 def _are_the_same(a: Fingerprint, b: Fingerprint | None) -> bool:
-    """Of the same tensors too, not of equal ones."""
+    """Whether both forms are equal and read the very same tensor objects."""
     return b is not None and a[0] == b[0] and len(a[1]) == len(b[1]) and all(map(operator.is_, a[1], b[1]))
 
 

@@ -245,7 +245,7 @@ class _Shared:
         self.tensor, self.place = tensor, place
 
     def one_of(self, own: Any) -> Any:
-        """Of what the two hold now the one that stands for both: the other module's if it put another one there."""
+        """The tensor that stands for both modules now: the other module's if it put another one there."""
         theirs = held_at(self.place, own)
         return own if own is None or theirs is None or theirs is self.tensor else theirs
 

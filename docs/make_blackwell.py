@@ -78,7 +78,7 @@ def parts_of(file: str, name: str) -> list[str]:
 
 
 def drawn(parts: list[str]) -> list[str]:
-    """Those that are indented, as they stand."""
+    """The indented parts, unchanged."""
     return [f"```\n{inspect.cleandoc(part)}\n```" for part in parts if part.startswith("    ")]
 
 

@@ -31,7 +31,7 @@ def bits(p: float) -> torch.Tensor:
 
 
 def correlations(found: torch.Tensor, dim: int) -> list[float]:
-    """Of pairs so far apart in one index, in standard deviations."""
+    """Correlations of pairs so far apart in one index, in standard deviations."""
     signs = 2.0 * found.double() - 1.0
     size = found.shape[dim]
     values = []

@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a batch; small enough for a CPU unless said otherwise."""
+    """Sizes of the model and of a batch; small enough for a CPU unless said otherwise."""
 
     layers: int = 3
     width: int = 128

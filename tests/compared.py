@@ -33,7 +33,7 @@ def _with(record: T, name: str, value: Any) -> T:
 
 
 def _another(value: Any) -> Any:
-    """Of the same type if that is a plain one."""
+    """Another value, of the same type if that is a plain one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

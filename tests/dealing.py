@@ -18,7 +18,7 @@ AT_ONCE = 100
 def dealt(
     tests: Iterable[Test], workers: int, file_of: Callable[[Test], Hashable], is_long: Callable[[Test], bool]
 ) -> list[Test]:
-    """The same tests, in shares of about the same number one after the other; by no more than their files and order.
+    """Tests in an order whose shares are about equal in number; it depends on their files and order alone.
 
     Long ones first; then by how many tests a file has, as files of few have long ones.
     """

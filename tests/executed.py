@@ -106,7 +106,7 @@ CALLS = {call.__name__: call for call in (plain, alibi_causal, packed_documents,
 
 
 def first_calls(backend: str, *names: str) -> Lines:
-    """Of these calls, one after the other: what they keep for each other runs once, so that its lines are there."""
+    """Lines that these calls run one after the other; what they cache for each other runs once and is among them."""
     with compiling_for(backend), torch.no_grad():
         return executed_by(lambda: [CALLS[name](backend) for name in names])
 

@@ -68,7 +68,7 @@ class Drawn:
 
 
 def differences(rank: int, ranks: int, seeds: list[int]) -> list[tuple[str, float, bool]]:
-    """Of each seed: its name, the largest difference from one device, and whether a second run gave the same bits."""
+    """For each seed its name, the largest difference from one device, and whether a second run gave the same bits."""
     found = []
     for seed in seeds:
         case = Drawn(seed, ranks)

@@ -56,7 +56,7 @@ class Model(torch.nn.Module):
 
 
 def made(attn: ca.Attention, checkpointed: bool = False) -> Model:
-    """The same parameters in every process."""
+    """A model whose parameters are equal in every process."""
     torch.manual_seed(0)
     return Model(attn, checkpointed).double()
 

@@ -29,7 +29,7 @@ class PlannedTiles(NamedTuple):
 
 
 def planned(mask: Mask, queries: int, keys: int) -> PlannedTiles:
-    """Of 32 query and 8 key/value heads of 128, in bf16."""
+    """The plan of 32 query and 8 key/value heads of 128, in bf16."""
     program = Program(None, mask.expr)
     problem = Problem(1, 32, 8, queries, keys, 128, 128, torch.bfloat16, torch.device("cpu"))
     forward, backward = plan_forward(problem, program, HOPPER), plan_backward(problem, program, HOPPER).main

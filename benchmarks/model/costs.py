@@ -35,7 +35,7 @@ class Cost:
 
 
 def tile_cost(kernel: Kernel, arch: str, tested: bool) -> Cost:
-    """Of `kernel.rows` x `kernel.keys` on one multiprocessor."""
+    """The cost of `kernel.rows` x `kernel.keys` on one SM."""
     return (_of_registers if arch == "sm_90a" else _of_tensor_memory)(kernel, TARGETS[arch], tested)
 
 

@@ -119,7 +119,7 @@ def blocks(case: Case, kernel: Kernel, heads: Iterable[Visits], plain: float, te
 
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """Of the rows that differ by more than 3 %: how many the model names right, wrong, or not at all.
+    """How many rows that differ by more than 3 % the model names right, wrong, or not at all.
 
     `always_ours` is how many it would name right that says always that we are faster.
     """

@@ -117,7 +117,7 @@ def plan_of(case: Case, pattern: Pattern, target: Target, packed: bool = False, 
 
 
 def _problem(case: Case, documents: int) -> Problem:
-    """Of a dense call, or with its documents as so many packed sequences of each batch entry."""
+    """The problem of a dense call, or with its documents as so many packed sequences of each batch entry."""
     packed = documents > 0
     times = case.batch if packed else 1  # sequences lie one behind the other
     return Problem(

@@ -71,7 +71,7 @@ class PeerKernel:
 
 
 def version() -> str:
-    """Of the peer; raises `PeerMissing`."""
+    """The peer's version. Raises: `PeerMissing`."""
     lacking = [package for module, package in NEEDS.items() if not _found(module)]
     if lacking:
         raise PeerMissing(f"not installed: {', '.join(lacking)}; {INSTALL}")

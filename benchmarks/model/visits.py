@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """Of the blocks of one head: how many tiles without a test and with one each has."""
+    """How many tiles each block of one head has, without a test and with one."""
 
     plain: Ints
     tested: Ints
@@ -40,7 +40,7 @@ def seen_keys(case: Case, pattern: Pattern) -> tuple[Ints, Ints]:
 
 
 def visits(first: Ints, behind: Ints, length: int, queries: int, keys: int, by_keys: bool) -> Visits:
-    """Of blocks that own `queries` queries (with `by_keys`: `keys` keys), over the `length` keys of a sequence."""
+    """Visits of blocks with `queries` queries each (`by_keys`: `keys` keys), over `length` keys of a sequence."""
     cuts = np.arange(0, len(first), queries)
     least, most = np.minimum.reduceat(first, cuts), np.maximum.reduceat(first, cuts)
     ends, last = np.minimum.reduceat(behind, cuts), np.maximum.reduceat(behind, cuts)
@@ -53,7 +53,7 @@ def visits(first: Ints, behind: Ints, length: int, queries: int, keys: int, by_k
 
 
 def of_head(case: Case, pattern: Pattern, queries: int, keys: int, packed: bool) -> list[Visits]:
-    """Of one head: a list of one, or with `packed` one for each document."""
+    """Visits of one head: a list of one, or with `packed` one for each document."""
     first, behind = seen_keys(case, pattern)
     by_keys = case.direction == "backward"
     if not packed:

@@ -42,7 +42,7 @@ class FusedRead:
     slope: Expr
 
     def bound(self, q_len: int, kv_len: int) -> float:
-        """Of |d score_mod / d read| over all pairs."""
+        """The largest |d score_mod / d read| over all pairs."""
         found = bound(self.slope, q_len, kv_len)
         assert found is not None
         return found

@@ -115,7 +115,7 @@ class Derived(Capture):
         refresh([self])
 
     def bring_up_to_date(self) -> None:
-        """The same, where no graph records."""
+        """Makes the value again if its sources changed, where no CUDA graph records."""
         _brought_up_to_date(self.sources)
         self._made(self._stamp(), self._computed_again)
 
@@ -179,7 +179,7 @@ def derived_anew(captures: Iterable[Capture] = (), given: Iterable[torch.Tensor]
 def derived_for_graph(
     captures: Iterable[Capture] = (), given: Iterable[torch.Tensor] = ()
 ) -> AbstractContextManager[None]:
-    """The same where a CUDA graph records the call, unless that derives anew already; elsewhere nothing."""
+    """`derived_anew` where a CUDA graph records the call, unless that is so already; elsewhere nothing."""
     return _NOTHING if derives_anew() or not refreshed.belongs_to_graph() else derived_anew(captures, given)
 
 

@@ -38,7 +38,7 @@ def numbers_now(scalars: Iterable[Scalar]) -> list[float | int]:
 
 
 def refuse_outdated(leaves: Iterable[Any]) -> None:
-    """As `graph.copies` does; raises `GraphUnsupported` where a CUDA graph would read a table made before it.
+    """Raises what `copies.refuse_outdated` does, and `GraphUnsupported` if a CUDA graph would read an older table.
 
     No replay looks at the writes to what the table was made of, unless that lies on the host, which no graph reads.
     """

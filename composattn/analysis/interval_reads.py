@@ -34,7 +34,7 @@ def read_in_tiles(node: Expr, at: list[Any], tiles: Tiles) -> Value:
 
 
 def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
-    """Of each (tensor, largest?), all read at the same places: its extreme over what each tile reads, in its dtype."""
+    """For each (tensor, largest?), all read at the same places: the extreme over what each tile reads, in its dtype."""
     xs, most = [x for x, _ in sources], [largest for _, largest in sources]
     # the position in each dimension, or the axis of the grid along which it goes 0, 1, ...; None for a range
     indices: list[T | int | None] = []

@@ -198,7 +198,7 @@ def _periodic(x: Floats) -> Floats:
 
 
 def _f_rsqrt(x: Floats) -> Floats:
-    """Of -0.0 it is -inf, and bounds know no sign of a zero."""
+    """Bounds of 1/sqrt(x). rsqrt(-0.0) is -inf, and bounds know no sign of a zero."""
     root = _rising(torch.sqrt, _FAST, 0.0, (0.0, math.inf))(x)
     one = torch.ones_like(x.low)
     low, high = (

@@ -102,7 +102,7 @@ class Tiles:
         return torch.arange(*self.positions[which], self.tile[which], device=self.device).view(1, 1, *shape)
 
     def cells(self, which: int) -> Cells | None:
-        """Those of queries (0) or keys (1); None where they are the tiles."""
+        """The cells of queries (0) or keys (1); None where they are the tiles."""
         cut = self.cuts[which]
         return None if cut is None else _cells(*self.positions[which], self.tile[which], cut, self.device)
 
@@ -207,7 +207,7 @@ class Tiles:
 
 
 class _RangesOfCall(Ranges):
-    """Of one call, step by step as machines compute: what may leave its type may be any number of it, or beyond it.
+    """Ranges of one call, step by step as machines compute: what may overflow its type may be any number.
 
     Never less than the bounds that `Tiles` has of a value, whose ends are those of int64 where nothing is known.
     """

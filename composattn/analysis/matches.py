@@ -91,7 +91,7 @@ def reached(columns: Capture, columns_order: tuple[int, ...], strictly: bool) ->
 
 
 def without_gaps(table: Matches) -> Derived:
-    """Of a table of `matches` or `reached`, int32 (B|1, H|1): whether no row has gaps in the columns that match it."""
+    """int32 (B|1, H|1) for a table of `matches` or `reached`: 1 where no row has gaps in its matching columns."""
     return derive(("without gaps",), _without_gaps, table)
 
 

@@ -68,7 +68,7 @@ class Program:
 
     @cached_property
     def of_keys(self) -> tuple[tuple[TileInterval, ...], RowLimits | None]:
-        """The same of queries: which ones a tile of keys (from `first` to `last`) visits, and which ones see a key."""
+        """The queries that a tile of keys (from `first` to `last`) visits, and those that see one key."""
         return (EVERY_QUERY, None) if self.mask is None else transposed(self.mask)
 
     @cached_property

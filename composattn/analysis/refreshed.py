@@ -45,7 +45,7 @@ class Refreshed(Generic[V]):
 
     @property
     def value(self) -> V:
-        """As it is, up to date or not."""
+        """The value as it was last made, up to date or not."""
         return self._kept[1]
 
     def __call__(

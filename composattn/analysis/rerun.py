@@ -160,7 +160,7 @@ class _Recorded:
 
     @property
     def held_bytes(self) -> int:
-        """Of the tensors that are kept from run to run."""
+        """Bytes of the tensors that are kept from run to run."""
         kept = {id(t): t for step, _ in self.steps for t in _leaves([*step.args, *step.kwargs.values()])}
         return sum(t.nbytes for t in kept.values() if isinstance(t, T))
 

@@ -37,9 +37,7 @@ def residues(mask: Expr) -> tuple[int, Expr]:
 
 
 def of_residue(graph: Expr, step: int, first: int) -> Expr:
-    """The same for sequence b of those of the residues `first`, `first + 1`, ...: of place i is position
-    i * step + first + b.
-    """
+    """`graph` for sequences of one residue each: place i of sequence b is position i * step + first + b."""
     offset = apply("add", index("b"), const(first)) if first else index("b")
     places = {index(name): apply("add", apply("mul", index(name), const(step)), offset) for name in ("q", "kv")}
     return substitute(graph, places)
@@ -57,7 +55,7 @@ def terms(node: Expr) -> Iterator[Expr]:
 
 
 def _step(term: Expr) -> int | None:
-    """Of a term that asks for one residue."""
+    """The step of a term that says "q and kv have the same residue"; None for another term."""
     if term.op != "eq" or not all(a.dtype.is_integer for a in term.args):
         return None
     x, y = term.args

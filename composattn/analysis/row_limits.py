@@ -41,7 +41,7 @@ ALL_KEYS = RowLimits(_ZERO, _KV_LEN, const(True))
 
 
 def most_keys(begin: Expr, end: Expr) -> int | None:
-    """Of a run with these ends, before they saturate, as constants bound it (a window's width); None if they don't."""
+    """The most keys of a run with these ends (a window's width), as constants bound it; None if they don't."""
     begins, ends = _alternatives("maximum", begin), list(_alternatives("minimum", end))
     widths = [linear(last).plus(linear(first), -1) for first in begins for last in ends]
     return min((max(0, width.constant) for width in widths if width.is_const), default=None)

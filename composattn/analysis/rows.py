@@ -27,7 +27,7 @@ class Rows:
         return self.first is self.last is _Q
 
     def joined(self, join: Callable[[Expr, Expr], Expr], limit: Expr, ends: list[Expr | None]) -> Expr:
-        """Of the ends that are known; a loop keeps inside of the sequence by itself, the test of a row by `limit`."""
+        """The known ends joined. A loop keeps inside of the sequence by itself; the test of a row needs `limit`."""
         known = [e for e in ends if e is not None]
         return functools.reduce(join, [limit, *known] if self.is_one or not known else known)
 

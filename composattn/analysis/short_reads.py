@@ -75,7 +75,7 @@ def _sees(mask: Expr | None, name: str, first: int, sizes: Mapping[str, int], de
 
 
 def _any_visible(mask: Expr, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
-    """The same pair by pair, some positions at a time."""
+    """Whether any such pair is visible, by evaluating the mask pair by pair, some positions at a time."""
     axes = {"b": (-1, 1, 1, 1), "h": (-1, 1, 1), "q": (-1, 1), "kv": (-1,)}
     at = {n: torch.arange(sizes[n], device=device).view(axes[n]) for n in axes}
     lengths = {"q_len": sizes["q"], "kv_len": sizes["kv"]}

@@ -77,5 +77,5 @@ def stream_handle(device: torch.device) -> int:
 
 
 def device_number(device: torch.device) -> int:
-    """Of a GPU: the current one's where it has none."""
+    """The number of a GPU: that of the current one if `device` names none."""
     return torch.cuda.current_device() if device.index is None else device.index

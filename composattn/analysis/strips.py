@@ -27,7 +27,7 @@ POSITIONS = Dep.Q | Dep.KV
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """Those of an image with so many `columns`. Keys begin so many columns `before` the queries, also outside of it.
+    """Strips of an image of `columns` columns. Keys begin `before` columns in front of the queries, also outside.
 
     `beyond`: whether the mask's own terms would show columns that are outside, as those of causal axes do.
     """

@@ -84,15 +84,15 @@ class BlockSparse(Mask):
         return made
 
     def named(self, name: str) -> Mask:  # type: ignore[override]
-        """The same by another name, as a mask: its blocks are asked for by number no more."""
+        """A `Mask` of this function by another name; it has no blocks that could be asked for by number."""
         return Mask.formed(self.form, self.leaves, name)
 
     def shifted(self, **by: Any) -> Mask:  # type: ignore[override]
-        """As of `Mask`: a mask that reads the blocks of the larger call."""
+        """A `Mask` that reads the blocks of the larger call; arguments are those of `Mask.shifted`."""
         return self.named(self.name).shifted(**by)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Any:
-        """As of `Mask`; inside of a compiled region a mask, whose blocks are asked for by number no more."""
+        """This mask on `device`, see `Mask.to`. Inside of a compiled region it is a `Mask` without numbered blocks."""
         mask: Any = self.named(self.name) if is_traced() else super()
         return mask.to(device, non_blocking=non_blocking)
 
@@ -319,7 +319,7 @@ def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _lists(*lists: torch.Tensor) -> torch.Tensor:
-    """The same where there are as many blocks of keys as indices."""
+    """int8 kinds of blocks from torch's lists, where there are as many blocks of keys as indices."""
     return _listed(lists[0].shape[-1], lists[1].shape[-1], *lists)
 
 

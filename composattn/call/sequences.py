@@ -77,7 +77,7 @@ class Varlen:
         return self.cu_seqlens_q.shape[0] - 1
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Varlen:
-        """The same on `device`. Raises: `InvalidArgument` for what names none."""
+        """A copy on `device`. Raises: `InvalidArgument` for what names no device."""
         given = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
         cu_q, cu_k, used_q, used_k = on_device(given, device, non_blocking)
         return dataclasses.replace(self, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used_q, seqused_k=used_k)
@@ -133,7 +133,7 @@ class Paged:
         return self.page_table.shape[0]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Paged:
-        """The same on `device`. Raises: `InvalidArgument` for what names none."""
+        """A copy on `device`. Raises: `InvalidArgument` for what names no device."""
         table, used = on_device((self.page_table, self.seqused), device, non_blocking)
         return dataclasses.replace(self, page_table=table, seqused=used)
 

@@ -61,7 +61,7 @@ def _order(t: torch.Tensor) -> list[int] | None:
 
 
 def _symbolic_order(t: torch.Tensor) -> list[int] | None:
-    """The same where the run alone may know a size. Dimensions of one row may lie anywhere, so none has to be known."""
+    """`_order` where sizes may be symbolic. Dimensions of one row may lie anywhere, so no size has to be known."""
     from torch._prims_common import is_contiguous_or_false
 
     strides = t.stride()[:-1]

@@ -119,7 +119,7 @@ def _planned_by_form(
     options: tuple[Any, ...],
     said: tuple[Any, ...] | None,
 ) -> tuple[Planned, Lending | None]:
-    """The same by the forms and leaves of the mods; from now on known by what functions `said` too."""
+    """The plan by the forms and leaves of the mods; from now on it is found by what functions `said` too."""
     sink = None if sinks is None else Sink.of(sinks)
     forms: tuple[Any, ...] = (score[0], mask[0])
     leaves = score[1] + mask[1]
@@ -141,7 +141,7 @@ def _planned_by_form(
 def planned_of(
     forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
 ) -> tuple[Planned, Lending | None]:
-    """The same of forms: of the mods in the order of `Program`; None, of none.
+    """The plan of a call by the forms of its mods, in the order of `Program` (None: no mod), and what to lend it.
 
     user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
     every call, in place, under the eyes of an eager backward that may still need it.

@@ -210,7 +210,7 @@ def asked_for(return_lse: bool, return_max_scores: bool) -> Asked:
 
 
 def asked_of(found: Any, asked: Asked) -> Any:
-    """Of (out, lse, max_scores) what a call asked for, in this order; out alone is no tuple."""
+    """The results that a call asked for, in the order (out, lse, max_scores); out alone is no tuple."""
     out, lse, max_scores = found
     if asked.max_scores:
         return (out, lse, max_scores) if asked.lse else (out, max_scores)

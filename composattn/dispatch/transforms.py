@@ -347,7 +347,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Of out and lse nothing: the formula computes them again, from what they come from."""
+        """No gradients flow through out and lse: the formula computes them again from their inputs."""
         ctx.call.read.refuse_changed()
         given, needed = ctx.saved_tensors, (*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:])
 
@@ -446,7 +446,7 @@ class Fold:
         return x.unflatten(axis, (self.n, x.shape[axis] // self.n)).movedim(axis, 0)
 
     def lengths(self, tensors: Sequence[Any], dims: Sequence[int | None], q_rows: int, k_rows: int) -> list[Any]:
-        """Those of `flatten`, where each call has `q_rows` packed queries and `k_rows` packed keys, or pages."""
+        """Lengths for `flatten`, where each call has `q_rows` packed queries and `k_rows` packed keys or pages."""
         given = [None if t is None else self.each(t, d) for t, d in zip(tensors, dims, strict=True)]
         cu_q, cu_k, used_q, used_k, table, used = given
         if table is not None:

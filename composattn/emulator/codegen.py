@@ -204,7 +204,7 @@ def row_of(instr: Instr) -> Alu | None:
 
 
 def _bit(operand: Operand) -> int:
-    """Of a 32-bit register; 0 of what is none."""
+    """The bit of a 32-bit register, 0 for another operand."""
     return sum(1 << r for r in _rows(operand))
 
 

@@ -123,7 +123,7 @@ class Gang:
     # --- splitting -----------------------------------------------------------------------------------------
 
     def part(self, low: int, high: int) -> Gang:
-        """The same paths, for some of the warps."""
+        """A gang on these paths that has the warps from `low` to `high` alone."""
         lanes = slice((low - self.low) * 32, (high - self.low) * 32)
         stack: list[Path] = []
         for path in self.stack:

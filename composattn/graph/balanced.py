@@ -9,7 +9,7 @@ from .ops import apply
 
 
 def balanced(expr: Expr) -> Expr:
-    """The same with chains as trees, of a graph that is deep; else itself.
+    """`expr` with its chains as balanced trees if it is deep, else `expr` itself.
 
     Exact: `&`, `|` and `^` of bools don't mind in which order they are joined.
     """

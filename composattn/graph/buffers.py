@@ -30,7 +30,7 @@ _AT_WORK = "__init__", "_apply", "load_state_dict"
 
 
 def _in_hand() -> Iterator[torch.nn.Module]:
-    """Those that are being made, moved or loaded in the frames below.
+    """Modules that are being made, moved or loaded in the frames below.
 
     Of other frames nothing is read: until Python 3.12 one that was asked for its locals keeps them until it ends.
     """

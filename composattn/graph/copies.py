@@ -123,6 +123,6 @@ def refuse_outdated(leaves: Iterable[Any]) -> None:
 
 
 def made_among(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, Sources]]:
-    """Those of `leaves` that are such tables, and what they were made of."""
+    """The tables among `leaves` that were made of other tensors, and what each was made of."""
     with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
         return [(leaf, known) for leaf in leaves if (known := _known(leaf)) is not None]

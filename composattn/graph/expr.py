@@ -75,7 +75,7 @@ class Capture:
 
     @property
     def identity(self) -> int:
-        """The same for captures that are equal, as long as one of them lives."""
+        """A number that equal captures share, as long as one of them lives."""
         return id(self.tensor)
 
     @property

@@ -268,7 +268,7 @@ class Ranges:
         return found
 
     def find(self, expr: Expr) -> Bounds:
-        """Those of `expr` from those of its arguments."""
+        """Bounds of `expr` from the bounds of its arguments."""
         if expr.dtype is DType.BOOL and not expr.is_const:
             return 0, 1
         rule = self.rule(expr.op)

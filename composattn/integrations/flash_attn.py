@@ -114,7 +114,7 @@ def _options(
     alibi_slopes: torch.Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """The same said to `ca.attention`."""
+    """Keyword arguments of `ca.attention` that say what these of flash-attn say."""
     left, right = _window(window_size)
     masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
     if left is not None or right is not None:

@@ -126,7 +126,7 @@ _OTHERS = {
 
 
 class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
-    """Of each step: no copy of vLLM's tensors, and no look at their contents."""
+    """Makes the `Step` of each of vLLM's steps, without a copy of its tensors or a look at their contents."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -74,11 +74,11 @@ class Mod:
         return made
 
     def named(self, name: str) -> Self:
-        """The same by another name."""
+        """This function by another name."""
         return self.formed(self.form, self.leaves, name)
 
     def shifted(self, *, b: Any = None, h: Any = None, q: Any = None, kv: Any = None) -> Self:
-        """The same, asked at (b + `b`, h + `h`, q_idx + `q`, kv_idx + `kv`): of a part of a larger call.
+        """This function at (b + `b`, h + `h`, q_idx + `q`, kv_idx + `kv`), for a part of a larger call.
 
         So a rank that has heads from 8 on and queries from 1024 on passes `mod.shifted(h=8, q=1024)`. Each is an int, a
         `ca.scalar` (a new value compiles nothing) or an integer 0-d tensor; None leaves a position as it is. `b` and
@@ -96,7 +96,7 @@ class Mod:
         return type(self)(substitute(self.expr, at), self.name)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
-        """The same of tensors that lie on `device`; itself where they do. Gradients reach the tensors given before.
+        """This function with its tensors on `device`; itself if they are there. Gradients reach the original tensors.
 
         Raises: `InvalidArgument` for what names no device.
         """
@@ -129,7 +129,7 @@ class Mod:
         return self.form, self.leaves
 
     def __eq__(self, other: object) -> bool:
-        """The same function of the same tensors, whatever its name."""
+        """Whether `other` is this function of these tensors, whatever its name."""
         return isinstance(other, Mod) and self.expr is other.expr
 
     def __hash__(self) -> int:

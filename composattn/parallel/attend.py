@@ -62,7 +62,7 @@ class _Attend(torch.autograd.Function):
 
 
 def gradients(way: Way, known: Known, begun: Any, kept: Sequence[T], sink: int | None, whole: bool) -> list[T | None]:
-    """Those of q, k, v and each given tensor that are wanted; `sink`: which of the given tensors has the sinks."""
+    """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
     found = way.backward(known, begun, kept)
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)
@@ -78,7 +78,7 @@ def gradients(way: Way, known: Known, begun: Any, kept: Sequence[T], sink: int |
 
 
 def _sink_gradient(known: Known, sinks: T) -> T:
-    """Of this rank's rows: a sink is a key without a value, see `backends.sinks`."""
+    """The sinks' gradient from this rank's rows: a sink is a key without a value, see `backends.sinks`."""
     delta = (known.dout.to(known.lse.dtype) * known.out.to(known.lse.dtype)).sum(-1)
     delta = delta if known.dlse is None else delta - known.dlse
     weight = torch.exp(sinks.to(known.lse.dtype)[:, None] - known.lse).nan_to_num(0.0)

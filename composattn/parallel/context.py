@@ -234,7 +234,7 @@ def _packed(varlen: Any, seq_len: Any) -> tuple[Packed | None, Any]:
 
 
 def _visits(graphs: Sequence[Graphs], seq_len: int, tile: int, grain: int, batch: int, heads: int) -> Visits:
-    """Those of all attentions of a model together."""
+    """The visits of all attentions of a model together."""
     first, *others = (visits_of(g.mask, seq_len, tile, grain, batch, heads) for g in graphs)
     for other in others:
         first = first.joined(other)

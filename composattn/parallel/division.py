@@ -21,7 +21,7 @@ _MOST_SWAPS = 4096
 
 @dataclass(frozen=True)
 class Division:
-    """owner: which rank computes each tile. pairs: those of each rank. fetched: rows that each fetches from others."""
+    """Which rank computes each tile (`owner`), pairs of each rank, and rows that each fetches from other ranks."""
 
     visits: Visits
     ranks: int
@@ -66,9 +66,10 @@ class Division:
 
 
 def divide(visits: Visits, ranks: int, tolerance: float = TOLERANCE) -> Division:
-    """Of the divisions whose imbalance is at most `tolerance`, the one whose busiest rank fetches the fewest rows.
+    """The division whose busiest rank fetches the fewest rows, among those whose imbalance is at most `tolerance`.
 
-    Where none is, of the most even ones. Of those that fetch within a fiftieth as much, the one of the fewest runs.
+    If no division is so even, the most even ones are compared. Among divisions that fetch at most a fiftieth more than
+    the best, the one of the fewest runs is taken.
     """
     share = visits.tiles // ranks
     found = [_divided(visits, ranks, run, tolerance) for run in range(share, 0, -1) if share % run == 0]

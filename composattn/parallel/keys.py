@@ -125,7 +125,7 @@ class ByKeys:
         return arrived
 
     def _gathered(self, part: OnDevice, own: T, rows: T) -> Callable[[], None]:
-        """The same, of all rows of all ranks."""
+        """Fetches all rows of all ranks into `rows`; returns what waits for them."""
         found, pending = self.ranks.gather(own)
 
         def arrived() -> None:

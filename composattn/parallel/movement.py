@@ -74,7 +74,7 @@ class Movement:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Those of the rank's rows, ascending, int64."""
+        """int64 positions of the rank's rows, ascending."""
         return rows_of(self.division.tiles_of(self.rank), self.division.visits.tile)
 
     @cached_property

@@ -35,7 +35,7 @@ class Place:
     first_head: int = 0
 
     def numbers(self) -> dict[Any, int]:
-        """Of the run-time numbers that place mods."""
+        """The run-time numbers that say where the mods' positions begin."""
         return {FIRST_Q: self.first_q, FIRST_KV: self.first_kv, SEQ_LEN: self.seq_len, FIRST_HEAD: self.first_head}
 
     def enter(self) -> None:

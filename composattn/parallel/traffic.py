@@ -19,7 +19,7 @@ RECEIVED, COMPUTED = 300e9, 500e12  # bytes and FLOP per second of a rank, which
 
 @dataclass(frozen=True)
 class Shape:
-    """Of q, k and v, all heads of them: what a row weighs."""
+    """Sizes of q, k and v over all heads, from which follows how many bytes a row has."""
 
     batch: int = 1
     heads: int = 1
@@ -39,7 +39,7 @@ class Shape:
         return self.batch * self.heads * (self.head_dim + self.head_dim_v) * self.element
 
     def flops(self, pairs: float) -> float:
-        """Of the forward, over pairs of all heads and batches."""
+        """FLOPs of the forward for so many pairs, over all heads and batches."""
         return 2 * pairs * (self.head_dim + self.head_dim_v)
 
 

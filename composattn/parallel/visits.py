@@ -46,7 +46,7 @@ class Visits:
         return self.seen.shape[1]
 
     def joined(self, other: Visits) -> Visits:
-        """Of two attentions of one model: what either sees, and the work of both."""
+        """Visits of two attentions of one model together: tiles that either sees, and the work of both."""
         return Visits(self.tile, self.grain, self.seen | other.seen, self.pairs + other.pairs)
 
 
@@ -122,7 +122,7 @@ class _Kinds(TileLists):
 
 
 class _OfBands(_Kinds):
-    """The same where the mask's bands say all of it: nothing is asked tile by tile."""
+    """Kinds of tiles where the mask's bands say all: no tile is evaluated by itself."""
 
     def kinds_of(self, grid: Tiles) -> torch.Tensor:
         return torch.full((1, 1, grid.count(0), grid.count(1)), PARTIAL, dtype=torch.int8, device=grid.device)

@@ -71,7 +71,7 @@ class Arithmetic(Fixed):
 
 
 class InOrder(Arithmetic):
-    """The same rounding wherever it stands: sums begin with 0."""
+    """Arithmetic whose sums begin with 0, so that a tile rounds alike wherever it comes in a row."""
 
     def total(self, first: Any, values: Sequence[Any]) -> Any:
         # what nothing was summed before must be added as what was hidden before is
@@ -139,7 +139,7 @@ def _pairs(values: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _same(number: float, values: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """As many pairs of `number` as `values` are."""
+    """Pairs of `number`, one for each pair of `values`."""
     return [(Float32(number), Float32(number))] * (len(values) // 2)
 
 

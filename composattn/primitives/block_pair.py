@@ -52,7 +52,7 @@ class PairCopies(Fixed):
 
 @dataclasses.dataclass(frozen=True)
 class PairWarps:
-    """So many warps of each block, which arrive at the leader's barrier."""
+    """`count` warps of each block, which arrive at the leader's barrier."""
 
     count: int
 
@@ -66,7 +66,7 @@ class PairWarps:
 
 @dataclasses.dataclass(frozen=True)
 class OtherWarps:
-    """So many warps of the other block: who arrives, does so at that block's barrier."""
+    """`count` warps of the other block: each arrives at that block's barrier."""
 
     count: int
 
@@ -80,7 +80,7 @@ class OtherWarps:
 
 @dataclasses.dataclass(frozen=True)
 class BothWarps:
-    """So many warps of each block, which arrive at the barriers of both."""
+    """`count` warps of each block, which arrive at the barriers of both."""
 
     count: int
 

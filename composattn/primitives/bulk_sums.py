@@ -57,7 +57,7 @@ def add_if(condition: Boolean, source: Int32, target: cute.Pointer, size: cutlas
 
 @cute.jit
 def write_or_add(writes: Int32, source: Int32, target: cute.Pointer, size: cutlass.Constexpr):
-    """As `add_if`, or where `writes` is not 0 what is there is written over."""
+    """Starts the addition of `size` bytes to `target`; where `writes` is not 0, overwrites it instead."""
     if writes != 0:
         with cute.arch.elect_one():
             cute.arch.inline_ptx(

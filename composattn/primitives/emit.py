@@ -573,7 +573,7 @@ class BoundMods(Fixed):
             drop(Evaluator(self.mods, self.leaves, tile, self.work), self.mods.keep, tile.values)
 
     def weights(self, tile: ScoreTile, start: int, count: int) -> cute.Tensor:
-        """Of a tile with one row so many columns, from `start` on, without what dropout does not keep; others stay."""
+        """`count` weights of a tile of one row, from column `start` on, after dropout; the tile itself is unchanged."""
         part = cute.make_tensor(tile.values.iterator + start, cute.make_layout(count))
         if self.mods.keep is None:
             return part

@@ -170,7 +170,7 @@ class BoundBackwardMods(Fixed):
         self.both(at, lse, weights, [Float32(0.0)] * at.tile.rows, tested)
 
     def bend(self, outer: Evaluator, lse: Any, d_probabilities: cute.Tensor, delta: Any, near: bool) -> None:
-        """As `both`, of a score mod whose `steepest` tanh is known, without the mask."""
+        """`both` without the mask, for a score mod whose `steepest` tanh is known."""
         tile = outer.tile
         at = BentScores(self.mods, self.leaves, tile, near)
         at.head, at.column, at.ahead = dict(self.work.head), dict(self.work.column), outer.ahead

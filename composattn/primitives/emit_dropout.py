@@ -25,7 +25,7 @@ def drop(at: Any, keep: Expr, values: Any, factor: float = 1.0) -> None:
 
 
 def copied(values: cute.Tensor) -> cute.Tensor:
-    """The same numbers in registers of their own."""
+    """A copy of `values` in registers of its own."""
     copy = cute.make_rmem_tensor(values.layout, Float32)
     for i in range(cute.size(values)):
         copy[i] = values[i]

@@ -91,7 +91,7 @@ class TileReads(Fixed, abc.ABC):
 
 
 class Neighbours(TileReads):
-    """Those along one mode, as `read_element` gives them."""
+    """Reads along one mode of a tile, in the types of `read_element`."""
 
     def __init__(self, tensor: cute.Tensor, indices: list[Any], offsets: dict[int, list[int]], dtype: DType) -> None:
         super().__init__(tensor, indices, offsets, dtype)
@@ -114,7 +114,7 @@ class Neighbours(TileReads):
 
 
 class Pairs(TileReads):
-    """Those along two modes, one address for each position of the first.
+    """Reads along two modes of a tile, one address for each position of the first.
 
     Where offsets come in neighbours, as a thread's columns do, a load brings two numbers. They wait as they lie in
     memory, two of 16 bits a register: 48 of a bias at 128 x 96 pairs take 24.

@@ -75,7 +75,7 @@ def _unknown(word: Int32) -> Any:
 
 
 def _values(at: Evaluator, some: list[Expr], r: int, c: int) -> list[Any]:
-    """Of an element; masks may have terms of rows, or of columns, alone."""
+    """Values of `some` expressions at an element; masks may have terms of rows, or of columns, alone."""
     return [at.value(term, r, c) for term in some]
 
 

@@ -62,7 +62,7 @@ class ListedTiles(Fixed):
     slot: int
 
     def of(self, leaves: Leaves, m: Any, some: Part | Portion = WHOLE) -> TileSequence:
-        """As of `BandTiles`."""
+        """The tiles that query tile `m` visits, see `BandTiles.of`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)
         m = smaller(m, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
@@ -130,7 +130,7 @@ class ListedQueries(Fixed):
     slot: int
 
     def of(self, leaves: Leaves, n: Any, queries: Any) -> list[ListedQueryRun]:
-        """As of `BandQueries`."""
+        """The runs of queries that key tile `n` visits, see `BandQueries.of`."""
         counts, tiles, before = leaves.captured[self.slot : self.slot + 3]
         b, h = _entry(tiles, leaves)
         n = smaller(n, tiles.shape[2] - 1)  # inside the list, whatever the lengths are

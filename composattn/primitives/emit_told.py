@@ -54,7 +54,7 @@ class ToldGroup(Fixed):
 
     @property
     def queries(self) -> tuple[Any, Any, Any, Any]:
-        """As of `ToldKeys`."""
+        """(begin, end, full_begin, full_end) of the queries that the group visits, as of a `TileInterval`."""
         begin, end, full_begin, full_end = (Int32(self.entry[self.first + n]) for n in range(RUN))
         return begin, end, full_begin, full_end
 

@@ -1,4 +1,4 @@
-"""Which unit of a multiprocessor computes 2^x for which columns of a tile, as a field of plans."""
+"""Which unit of an SM computes 2^x for which columns of a tile, as a field of plans."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialUnits:
-    """Of every `period` columns of a thread the last `polynomial` come from a polynomial of `degree` (3 to 5).
+    """Columns whose 2^x a polynomial of `degree` 3 to 5 gives: the last `polynomial` of every `period` of a thread.
 
-    A multiprocessor computes 16 exponentials per clock and 128 multiply-adds; a softmax that waits for the first can
+    An SM computes 16 exponentials per clock and 128 multiply-adds; a softmax that waits for the first can
     give a part of its columns to the second (FlashAttention-4, section 3.1.3, has 10 to 25 %). See `exponential`.
     """
 

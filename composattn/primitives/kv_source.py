@@ -107,7 +107,7 @@ class PagedKV(Fixed):
         return tile * (self.tile_n // size) if size <= self.tile_n else tile // (size // self.tile_n)
 
     def first_row(self, tile: Int32) -> Any:
-        """Of the tile in its first page."""
+        """The tile's first row within its first page."""
         size = self.keys.page_size
         return 0 if size <= self.tile_n else tile % (size // self.tile_n) * self.tile_n
 

@@ -131,7 +131,7 @@ class TileSequence(Fixed):
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def segments(self) -> list[Segment] | list[ListedRun]:
-        """Of all runs."""
+        """The segments of all runs."""
         return [segment for run in self.runs for segment in run.segments()]  # type: ignore[return-value]
 
     def rounds(self) -> tuple[Segments, Segments]:

@@ -45,7 +45,7 @@ def a_lane_each(values: list[Any]) -> Any:
 
 
 def turned(words: list[Any], lane: Any) -> list[Any]:
-    """Of four words of each of four neighbouring lanes those at this lane's number among them, by the lanes' order."""
+    """Transposes 4 x 4 words of four neighbouring lanes: lane i gets the i-th word of each, in the lanes' order."""
     for distance in neighbours(len(words)):
         upper, found = lane & distance != 0, list(words)
         for i in (i for i in range(len(words)) if not i & distance):

@@ -120,7 +120,7 @@ class OnlineSoftmax(Fixed):
         return choose((largest - before) * self.scale <= self.lag.most, before, largest)
 
     def raise_to(self, r: int, maximum: Any, first: bool = False) -> Any:
-        """As `raise_maximum`, to what the row's maximum is from now on."""
+        """`raise_maximum` to a given value, which is the row's maximum from now on."""
         before = self.maximum[r]
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
         shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)

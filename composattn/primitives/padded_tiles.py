@@ -26,7 +26,7 @@ class PaddedTiles(Fixed):
 
     @staticmethod
     def of(sequence: Sequence, b: Any, tile: int) -> PaddedTiles:
-        """Those of sequence `b` in tiles of `tile` rows."""
+        """The padded tiles of sequence `b`, of `tile` rows each."""
         if isinstance(sequence, DenseSequence):
             stretch = sequence.stretch
             return PaddedTiles(b, 0 if stretch is None else stretch.start // tile + stretch.number)

@@ -121,7 +121,7 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Warps:
-    """So many warps, each of which arrives once when it is done with a stage."""
+    """`count` warps, each of which arrives once when it is done with a stage."""
 
     count: int
 

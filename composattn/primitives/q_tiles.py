@@ -60,11 +60,11 @@ class ListedQueryRun(Fixed):
     whole: Any
 
     def tile(self, i: Any) -> Any:
-        """As of a `QueryRun`."""
+        """The tile visited `i`-th, 0 <= i < count."""
         return self.row[i] // 2
 
     def tested(self, i: Any) -> Any:
-        """As of a `QueryRun`."""
+        """Whether an element of the `i`-th tile may be invisible."""
         return (self.row[i] % 2 == 1) | (self.tile(i) >= self.whole)
 
     def below(self, tile: Any) -> Any:

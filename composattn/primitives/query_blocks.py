@@ -40,11 +40,11 @@ class QueryBlocks(Fixed):
         return (x * y * z, 1, 1) if self.in_one_row else (x, y, z)
 
     def counts(self) -> tuple[Any, Any, Any]:
-        """Of tiles, heads and sequences, inside of the kernel."""
+        """Numbers of tiles, heads and sequences, inside of the kernel."""
         return tuple(map(Int32, self._counts)) if self.in_one_row else cute.arch.grid_dim()  # type: ignore[return-value]
 
     def place(self) -> tuple[Any, Any, Any]:
-        """Of this block among these."""
+        """Which tile, head and sequence this block has."""
         if not self.in_one_row:
             return cute.arch.block_idx()  # type: ignore[no-any-return]
         number, (x, y, _) = cute.arch.block_idx()[0], self.counts()

@@ -58,7 +58,7 @@ class FragmentShape:
 
     @property
     def transposed(self) -> "FragmentShape":
-        """The same registers where rows are called columns: of a product whose operands changed places."""
+        """These registers with rows called columns: for a product whose operands changed places."""
         lanes = tuple((row, column) for column, row in self.lanes)
         return FragmentShape(self.column_offsets, self.row_offsets, lanes, block=self.block)
 
@@ -144,7 +144,7 @@ def _moved(lane: Any, moves: tuple[int, ...]) -> Any:
 
 
 def _count_before(offsets: tuple[int, ...], x: Any) -> Any:
-    """Of offsets that are runs of neighbours at even distances."""
+    """How many offsets are below `x`, where they are runs of neighbours at even distances."""
     run = next((n for n, offset in enumerate(offsets) if offset != n), len(offsets))
     if run == len(offsets):
         return x

@@ -171,7 +171,7 @@ class WholeSequence(Fixed):
 
     @property
     def end(self) -> Int32:
-        """As of a `DenseSequence`, likewise what follows."""
+        """The row behind the last one."""
         return self.length
 
     @property
@@ -193,7 +193,7 @@ class PackedSequence(WholeSequence):
     length: Int32
 
     def stored(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0) -> Stored:
-        """As of a `DenseSequence`."""
+        """The `number`-th of `tiles` of a tensor, and its number there, see `DenseSequence.stored`."""
         return self.tiles(tensor, h, tile, column), number
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:

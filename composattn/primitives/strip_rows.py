@@ -59,7 +59,7 @@ class StripSequence(WholeSequence):
     start: int = 0
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
-        """As of a `DenseSequence`."""
+        """(rows, columns, number of the tile) of a tensor made by `for_copies`."""
         first = self.strip * self.of.apart - self.of.before
         rows = cute.domain_offset(((first, 0), 0), tensor[None, None, h, self.b])
         return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
@@ -67,7 +67,7 @@ class StripSequence(WholeSequence):
     def stored(
         self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0
     ) -> tuple[cute.Tensor, Any]:
-        """As of a `DenseSequence`."""
+        """The `number`-th of `tiles` of a tensor, and its number there, see `DenseSequence.stored`."""
         return self.tiles(tensor, h, tile, column), number
 
     def head(self, tensor: cute.Tensor, h: Int32) -> cute.Tensor:

@@ -52,7 +52,7 @@ class WorkTile(Fixed):
 
 
 class Sections(NamedTuple):
-    """Of how many heads sections are: of as many as fit in L2, unless a number is given.
+    """How many heads a section has: as many as fit in L2, unless a number is given.
 
     `kv_bytes` is the size of K and V of one key/value head (of all sequences, with a table), of which so many fit in
     `l2` bytes. There are at least as many heads as have `least` work tiles, since the longest tiles of the last section

@@ -78,7 +78,7 @@ def _rows_words(mods: BoundMods, tile: ScoreTile, limits_hold: Boolean, words):
 
 
 def rows_words_by_mask(mods: BoundMods, tile: ScoreTile) -> tuple[Int32, ...]:
-    """The same by the mask, whatever its limits are."""
+    """For each row, and each `WORD` of its columns, which bits the mask shows, whatever the row's limits are."""
     at = Evaluator(mods.mods, mods.leaves, tile, mods.work)
     at.read_ahead(mods.mods.mask)
     end = tile.shape.columns_before(larger(mods.leaves.kv_len - tile.first_kv, 0))

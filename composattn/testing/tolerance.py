@@ -88,7 +88,7 @@ class Case:
         return [c.tensor for c in self.program.captures if c.tensor.requires_grad]
 
     def without_gradients(self) -> Case:
-        """The same call, forward only."""
+        """This case, forward only."""
         return dataclasses.replace(self, dout=None, dlse=None)
 
     def __repr__(self) -> str:

@@ -213,7 +213,7 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """As it is kept."""
+        """The record in a file, as it was written."""
         kept = json.loads(path.read_text())
         rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
         return Record(kept["language"], kept["sources"], kept["commit"], rows)

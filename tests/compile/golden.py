@@ -82,7 +82,7 @@ class _Traced(Exception):
 
 
 def traced(name: str) -> str:
-    """Of the plan by name, see `traced_form`."""
+    """The traced form of a plan by its name, see `traced_form`."""
     return traced_form(PLANS[name]())
 
 

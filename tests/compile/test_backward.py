@@ -102,7 +102,7 @@ SELDOM_WIDE = [("document", 320), ("softcap-causal", 512)]  # fewer columns, few
 
 
 def copies_of_loop(tiling: HopperBackwardTiling) -> int:
-    """Of the code for a query tile: one more for a last one with fewer rows."""
+    """How often the code for a query tile stands there: once more for a last tile with fewer rows."""
     return 1 + (tiling.short_rows > 0)
 
 
@@ -197,7 +197,7 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, length: int, queries
 def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(
     mods: str, length: int, passing: bool, in_order: bool
 ) -> None:
-    """But of causal calls in a fixed order, which have tiles of 80 queries."""
+    """Causal calls in a fixed order are the exception: they have tiles of 80 queries."""
     assert plans(mods, 128, length=length).main.tiling.passing is passing
     assert plans(mods, 128, length=length, deterministic=True).main.tiling.passing is in_order
 
@@ -237,7 +237,7 @@ def test_wide_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
 
 
 def check_order(side: list[str], tiling: HopperBackwardTiling) -> None:
-    """Of a side of pairs: statistics are read before scores start; P is computed beside dV where that comes later."""
+    """A side of a pair reads statistics before scores start, and computes P beside dV where dV comes later."""
     first = side.index("HGMMA")
     assert side[:first].count("LDS") == tiling.tile_m // 8  # of 2 rows each
     if "exp" not in side:
@@ -446,7 +446,7 @@ def test_a_fixed_order_ends_backwards_where_tiles_differ_and_something_runs_befo
 def test_whose_turn_is_first_writes_dq_where_each_row_sees_the_key_of_its_number(
     mask: Callable[..., Any], queries: int, seen: bool
 ) -> None:
-    """Else nobody would write what no tile of keys visits."""
+    """If a mask says less, nobody would write the rows that no tile of keys visits."""
     problem = Problem(1, 4, 4, queries, LENGTH, 128, 128, torch.bfloat16, torch.device("cpu"))
     main = plan_backward(problem, Program(None, Mask.of(mask).expr), HOPPER, deterministic=True).main
     assert main.tiling.first_writes is seen

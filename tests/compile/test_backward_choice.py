@@ -93,7 +93,7 @@ def test_tiles_of_128_queries_have_few_rows_in_vain_and_no_lines_behind_scores()
 
 
 def test_pairs_exchange_gradients_whatever_mods_there_are_where_nothing_spills() -> None:
-    """Of short causal calls of a key/value head each, 128 keys at a time are too many."""
+    """Short causal calls with a key/value head per query head are the exception: 128 keys at a time are too many."""
     short, grouped = (8, 8, 406, 406), (8, 1, 406, 406)
     exchange = "backward_exchange"
     assert {chosen(d, grouped, m).kernel for d in (160, 192, 256) for m in (CAUSAL, "relative-full")} == {exchange}

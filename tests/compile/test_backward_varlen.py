@@ -226,7 +226,7 @@ def test_lists_serve_packed_sequences_in_a_fixed_order(generator: torch.Generato
 def test_where_keys_lie_as_queries_whose_turn_is_first_writes_dq(
     mask: Any, dim: int, generator: torch.Generator
 ) -> None:
-    """Of sequences that are empty, not used or used in part too: each of their tiles of queries sees some keys."""
+    """Sequences that are empty, not used or used in part are among them: each tile of queries sees some keys."""
     options: dict[str, Any] = {"mask_mod": mask, "heads": 2, "kv_heads": 1, "dim": dim, "dtype": torch.bfloat16}
     case = make_varlen_case(7, [150, 0, 1, 70, 30], used_q=[131, 0, 1, 70, 0], **options)
     problem = Problem.of(case.q, case.k, case.v, varlen=case.varlen)

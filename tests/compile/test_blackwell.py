@@ -164,7 +164,7 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [causal(), sliding_window(512)], ids=["causal", "window"])
 def test_the_correction_tests_nothing_where_both_query_tiles_go_on(mask: Mask, folder: Path) -> None:
-    """Of two query tiles, with a rescale; flash-attn-4's has 186 instructions."""
+    """Counts instructions of two query tiles with a rescale; flash-attn-4's has 186."""
     (role,) = (r for r in roles(compile_offline(forward_plan(mask=mask), folder).instructions) if r.job == "correction")
     some, together = (len(loop.body) for loop in role.loops)
     assert together <= 186 < some

@@ -224,9 +224,9 @@ def test_decode_compiles_lean(name: str) -> None:
 
 
 def test_what_equal_shares_leave_is_written_and_read_in_16_bytes() -> None:
-    """Of 8 rows, one of each thread, and their statistics; behind them a portion arrives by one addition.
+    """8 rows, one of each thread, and their statistics; behind them a portion arrives by one addition.
 
-    Of four words of statistics two are read: nobody asked for the largest score.
+    Two of four words of statistics are read: nobody asked for the largest score.
     """
     chosen = PLANS["gqa4-d128-in-equal-shares"]
     assert chosen.tiling.shares == "all"

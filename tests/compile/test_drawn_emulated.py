@@ -87,7 +87,7 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
 
 
 def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.Generator) -> None:
-    """Of 4 tiles, for fewer blocks, as many and more."""
+    """4 tiles, for fewer blocks, as many and more."""
     q, k, v = (outlier_normal(1, 2, 140, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program = ca.Attention().program
     for sms in (1, 3, 4, 20):
@@ -111,7 +111,7 @@ def test_the_last_draw_of_a_kernel_leaves_the_counter_at_zero(generator: torch.G
 def test_a_kernel_that_was_stopped_leaves_the_counter_at_zero(
     monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
-    """Else the next one's blocks draw from where it was, and the tiles before are nobody's: rows of NaN."""
+    """If it did not, the next kernel would start where this one stopped, and leave rows of NaN before that place."""
     q, k, v = (outlier_normal(1, 1, 101, 128, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     forward = EmulatedForward(plan_forward(problem, ca.Attention().program, FEW))
@@ -145,7 +145,7 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
 def test_the_next_queries_come_while_outputs_leave_from_registers(
     d: int, changes: dict[str, Any], name: str, generator: torch.Generator
 ) -> None:
-    """Of 6 tiles for two blocks, which read some columns of Q from shared memory."""
+    """6 tiles for two blocks, which read some columns of Q from shared memory."""
     q, k, v = (outlier_normal(1, h, 290, d, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, ca.Attention(**CASES[name]).program, dataclasses.replace(HOPPER, sms=2))
@@ -168,7 +168,7 @@ def test_the_next_queries_come_while_outputs_leave_from_registers(
 def test_turns_come_where_fewer_blocks_run_than_were_launched(
     mods: dict[str, Any], monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
-    """As in a part of a GPU: a tile that was a block's own number began when those that waited for it had ended."""
+    """A part of a GPU runs fewer blocks: a tile with a block's own number began after those that waited for it."""
     dim = 128 if mods else 96
     q, k, v, dout = (outlier_normal(1, 1, 700, dim, generator=generator, dtype=torch.bfloat16) for _ in range(4))
     case = Case(q, k, v, **mods, dout=dout)

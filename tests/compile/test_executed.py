@@ -15,7 +15,7 @@ from tests.rooms import ROOT
 
 
 def share_of(*names: str) -> float:
-    """Of these calls for Blackwell, in a process that has seen no other."""
+    """The executed share of these calls for Blackwell, in a process that has seen no other."""
     command = [sys.executable, "-m", "tests.executed", "blackwell", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = re.search(r"([\d.]+)% of them shared", done.stdout)

@@ -222,7 +222,7 @@ def test_the_outputs_product_is_waited_for_behind_the_first_exponentials(name: s
 def test_exponentials_run_under_the_outputs_product(
     mask: str, d: int, dv: int, length: int, behind: int, folder: Path
 ) -> None:
-    """Of two warpgroups too: 3 to 8 % of these calls were lost where the wait stood before all of them."""
+    """With two warpgroups too: 3 to 8 % of these calls were lost where the wait stood before all exponentials."""
     artifact = compile_offline(plan(mask=mask, d=d, dv=dv, length=length), folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")

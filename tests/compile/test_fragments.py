@@ -108,7 +108,7 @@ class Softmax:
             lse[shape.lane_row(lane) + row] = found[1][r]
 
     def step(self, softmax: OnlineSoftmax, tile: ScoreTile, rescale: cute.Tensor, first: bool) -> None:
-        """As a kernel does it that has the tile's maximum from elsewhere, and hands out probabilities in parts."""
+        """A step of a kernel that has the tile's maximum from elsewhere, and hands out probabilities in parts."""
         for r in range(tile.rows):
             largest = tile.values[r, 0]
             for c in range(1, tile.columns):

@@ -32,7 +32,7 @@ NOT_ALL = causal() & Mask.of(lambda b, h, q, kv: q < 100)
 
 @pytest.mark.parametrize("dims", [(192, 128), (184, 120)])
 def test_parts_of_split_keys_leave_registers_in_fp32(dims: tuple[int, int], generator: torch.Generator) -> None:
-    """Of a tiling that otherwise stores lines of 16-bit numbers."""
+    """The tiling stores lines of 16-bit numbers elsewhere."""
     d, dv = dims
     q = outlier_normal(1, 2, 141, d, generator=generator, dtype=torch.bfloat16)
     k, v = (outlier_normal(1, 1, 301, width, generator=generator, dtype=torch.bfloat16) for width in (d, dv))

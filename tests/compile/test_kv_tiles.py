@@ -32,7 +32,7 @@ def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
 
 
 def in_rounds(sequence: TileSequence) -> list[tuple[int, bool]]:
-    """Likewise of kernels that go over tested and free tiles by turns."""
+    """Tiles in the order of kernels that alternate between tested and free tiles, each with whether it is tested."""
     tested, free = sequence.rounds()
     assert len(tested) == len(free)
     every = [segments[n] for n in range(len(tested)) for segments in (tested, free)]

@@ -34,7 +34,7 @@ def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def early_rows(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Of three parts of the keys the first row sees one alone, and the second row none."""
+    """The first row sees one of three parts of the keys, and the second row none."""
     return torch.where(q == 0, kv > 450, q != 1)
 
 

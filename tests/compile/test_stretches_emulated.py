@@ -199,7 +199,7 @@ def test_pieces_by_query_heads_of_tiles_that_begin_with_documents(generator: tor
 
 
 def test_gradients_of_ids_that_are_written_to(generator: torch.Generator) -> None:
-    """Those of a plan that is kept: by one stretch as well, of ids that lie anyhow or come again later."""
+    """One cached plan serves them: also ids in any order, or that come again later, which make one segment."""
     ids = torch.stack([documents(150, 130), documents(280)])
     case = with_gradients(drawn(generator, causal() & document(ids), 2, (1, 1), 280), generator)
     attention = ca.Attention(mask_mod=case.mask_mod, backend=BACKEND)
@@ -213,7 +213,7 @@ def test_gradients_of_ids_that_are_written_to(generator: torch.Generator) -> Non
 
 
 def test_a_backward_that_is_given_copies_goes_by_what_they_hold(generator: torch.Generator) -> None:
-    """As hooks that keep what autograd saved elsewhere give it, while the ids hold the next batch's."""
+    """Hooks that keep saved tensors elsewhere give copies, while the ids hold the next batch's numbers."""
     ids = documents(150, 130)
     case = with_gradients(drawn(generator, causal() & document(ids), 1, (1, 1), 280), generator)
     then, dout, dlse = ids.clone(), case.dout, case.dlse
@@ -297,7 +297,7 @@ def test_pieces_by_query_heads_in_a_fixed_order(generator: torch.Generator) -> N
 
 
 def test_ids_that_are_written_to_in_a_fixed_order(generator: torch.Generator) -> None:
-    """Those that come again later make one stretch, whose tiles visit queries of several."""
+    """Ids that come again later make one segment, whose tiles visit queries of several documents."""
     ids = torch.stack([documents(150, 130), documents(280)])
     case = with_gradients(drawn(generator, causal() & document(ids), 2, (1, 1), 280), generator)
     attention = ca.Attention(mask_mod=case.mask_mod, backend=BACKEND, deterministic=True)

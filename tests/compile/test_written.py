@@ -85,7 +85,7 @@ def test_gradients_have_the_same_bits(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("style", "steps"), [("by steps", {1}), ("whole", {4, 8})])
 def test_a_whole_product_is_one_piece_of_assembly(style: Written, steps: set[int]) -> None:
-    """Of D 64: four steps of scores, eight of 128 keys' values."""
+    """D 64: four steps of scores, eight of 128 keys' values."""
     problem = Problem(1, 1, 1, MANY, MANY, 64, 64, torch.bfloat16, torch.device("cpu"))
     text = text_of(forward(style, problem, ca.Attention().program))
     pieces = re.findall(r"// begin inline asm(.*?)// end inline asm", text, re.DOTALL)

@@ -67,7 +67,7 @@ Call = Callable[[str], Any]
 
 
 def call_of(mods: dict[str, Any], *tensors: torch.Tensor, **options: Any) -> Call:
-    """Of a backend, planned anew."""
+    """A call of a backend, planned anew."""
     return lambda backend: ca.Attention(**mods, backend=backend)(*tensors, **options)
 
 
@@ -172,7 +172,7 @@ def test_what_is_kept_is_not_compiled_again(compiled: list[Any], tmp_path: Path)
 def test_the_compiler_that_counts_is_the_newest_that_the_driver_knows(
     monkeypatch: pytest.MonkeyPatch, driver: int | None, installed: tuple[int, ...], wanted: int | None
 ) -> None:
-    """As the kernel language chooses, so that a machine with no driver and one with a new one share kernels."""
+    """The kernel language chooses so too: a machine with no driver and one with a new driver share kernels."""
     found = {package: "4.8" if cuda in installed else None for package, cuda in toolchain.COMPILERS.items()}
     monkeypatch.setattr(toolchain, "_installed", lambda: iter(found.items()))
     monkeypatch.setattr(toolchain, "_driver", lambda: driver)

@@ -153,7 +153,7 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
 
 
 def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_section_fill_the_multiprocessors() -> None:
-    """Of Hopper's backward, where a causal mask leaves tiles of keys different lengths and none is cut."""
+    """Hopper's backward, where a causal mask leaves tiles of keys different lengths and none is split."""
 
     def sections(
         heads: int, kv_heads: int, length: int, d: int = 128, deterministic: bool = True, schedule: Schedule = AUTO
@@ -171,7 +171,7 @@ def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_secti
 
 
 def test_grouped_heads_whose_queries_outgrow_l2_come_few_at_a_time() -> None:
-    """Of Hopper's backward: 8 heads of 8k queries are 67 MB of Q, dO and dQ."""
+    """Hopper's backward: 8 heads of 8k queries are 67 MB of Q, dO and dQ."""
 
     def together(
         heads: int, kv_heads: int, length: int, deterministic: bool = False, schedule: Schedule = AUTO

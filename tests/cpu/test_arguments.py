@@ -66,7 +66,7 @@ class Attention(ca.Attention):
         return self.kernels.setdefault(plan.step, Recorded(plan))
 
     def check_arguments(self, *modules: str) -> None:
-        """Of all kernels that were launched, `modules` among them."""
+        """Checks the arguments of all kernels that were launched, `modules` among them."""
         assert set(modules) <= set(self.kernels)
         for module, kernel in self.kernels.items():
             record = RECORDS[module]

@@ -246,7 +246,7 @@ def test_other_head_dimensions_have_nothing_to_choose() -> None:
 
 
 def test_fewer_tiles_run_at_once_by_two_blocks() -> None:
-    """So those are cut that leave half as many multiprocessors idle."""
+    """Calls are therefore split that leave half as many SMs idle."""
     problem = Problem(1, 2, 2, 4096, 4096, 128, 128, torch.bfloat16, torch.device("cpu"))
     cut = plan_backward(problem, Program(), BLACKWELL).main.cut
     assert cut is not None and cut.tiles * cut.pieces <= 8 * BLACKWELL.sms // 2

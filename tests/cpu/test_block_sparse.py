@@ -34,7 +34,7 @@ def block_maps(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, int], int, int
 
 
 def csr(kinds: torch.Tensor, block: tuple[int, int], q_len: int, kv_len: int) -> ca.BlockSparse:
-    """Of one head's map, entries shuffled within a row, twice each, with unused ones behind."""
+    """CSR of one head's map, entries shuffled within a row, twice each, with unused ones behind."""
     rows = [torch.cat([row.nonzero().flatten()] * 2) for row in kinds[0, 0]]
     indices = torch.cat([*(r[torch.randperm(len(r))] for r in rows), torch.zeros(3, dtype=torch.int64)])
     return ca.BlockSparse.from_csr(

@@ -25,7 +25,7 @@ def same_document(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def by_parts(call: Callable[..., torch.Tensor], **given: Any) -> torch.Tensor:
-    """As torch's pipelines call a stage: with a microbatch, and what it cuts of the keyword arguments."""
+    """Calls a stage like torch's pipelines: with a microbatch, and its slice of the keyword arguments."""
     arguments, named = split_args_kwargs_into_chunks((X,), given, PARTS)
     return torch.cat([call(*a, **n) for a, n in zip(arguments, named, strict=True)])
 

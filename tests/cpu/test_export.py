@@ -34,7 +34,7 @@ class Planned(torch.nn.Module):
 
 
 class MadeInside(Planned):
-    """The same, with the mods made at each call."""
+    """`Planned` with the mods made at each call."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return ca.attention(

@@ -75,7 +75,7 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 @functools.cache
 def fitted() -> dict[str, tuple[Row, dict[str, float]]]:
-    """Of each shape the row that is its, and what each form took, in ms."""
+    """For each shape the row of the table that serves it, and what each form took, in ms."""
     rows = json.loads((RESULTS / "sweeps" / "h200-forward-fit.json").read_text())["rows"]
     took = of_forms(rows)
     cases = [case for case in drawn("forward", "fit") if case.name in took]

@@ -332,7 +332,7 @@ def drawn_blocks(size: Size) -> torch.Tensor:
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("drawn", [drawn_documents, drawn_blocks])
 def test_compiled_code_that_writes_to_a_tensor_attends_to_what_it_wrote(drawn: Callable[[Size], torch.Tensor]) -> None:
-    """Of the tensor it has a copy of its own, which the backward reads too, whatever was written since."""
+    """Compiled code has a copy of the tensor, which the backward reads too, whatever was written since."""
     read_now, others, then = drawn(RECIPE), drawn_documents(RECIPE), drawn(RECIPE)
 
     def step(x: torch.Tensor) -> Step:

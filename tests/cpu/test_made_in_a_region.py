@@ -24,7 +24,7 @@ PICKED = torch.tensor([[[[0, -1], [1, 0]]]])
 
 
 def asked(mask: ca.Mask) -> ca.Mask:
-    """The same, made of a function that calls it."""
+    """`mask`, made of a function that calls it."""
     return ca.mask(lambda b, h, q, kv: mask(b, h, q, kv))
 
 

@@ -63,7 +63,7 @@ class OfOneThatMovesBefore(Model):
 
 
 class OfOneThatMovesAfter(Model):
-    """And that is made after it: known once both move."""
+    """A model made after the module whose buffer it shares: known once both move."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def test_functional_call_reads_the_given_parameters(module: ca.nn.Attention) -> 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_parametrizations_are_followed(is_known: bool) -> None:
-    """Also where the mod is traced for the first time when its parameter is computed already."""
+    """The mod may be traced for the first time when its parameter is already computed."""
 
     class Double(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ class OverACaptured(torch.nn.Module):
 
 
 class OverAClosure(OverACaptured):
-    """The same parameter, in a mod that is looked at in each call."""
+    """The parameter of `OverACaptured`, in a mod that is looked at in each call."""
 
     def __init__(self) -> None:
         super().__init__()

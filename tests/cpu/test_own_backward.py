@@ -85,7 +85,7 @@ class Square(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """Of two numbers that learn and one that does not."""
+    """The product of two numbers that learn and one that does not."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any, factor: Any) -> Any:

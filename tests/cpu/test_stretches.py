@@ -119,7 +119,7 @@ def ends(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ends(), ends())
 def test_stretches_have_each_row_once_and_all_its_keys(one: tuple, other: tuple) -> None:
-    """Of sequences of a batch apart from each other; and the ends of a stretch are no closer than `SHORT`."""
+    """Sequences of a batch have segments of their own, and the ends of a segment are no closer than `SHORT`."""
     n = min(len(one[0]), len(other[0]))
     begin, end = (torch.stack([x[:n], y[:n]]) for x, y in zip(one, other, strict=True))
     for b, stretches_here in enumerate(runs(begin, end).tolist()):
@@ -183,7 +183,7 @@ def test_there_are_entries_for_as_many_tiles_as_there_can_be() -> None:
 
 
 def check_covered(of_call: Stretches, n: int, tile: int) -> torch.Tensor:
-    """Of two sequences; returns the table."""
+    """Checks the table of two sequences and returns it."""
     table = of_call.tiles(tile).tensor
     times = torch.zeros(2, n, dtype=torch.int32)
     for b, m, start, stop, *_ in (entry for entry in table.tolist() if entry[0] >= 0):
@@ -202,7 +202,7 @@ def check_covered(of_call: Stretches, n: int, tile: int) -> torch.Tensor:
     ids=["short", "two", "again", "one", "many", "anyhow", "by-sequence"],
 )  # fmt: skip
 def test_a_table_tells_which_queries_the_keys_of_a_tile_see(ids: torch.Tensor, groups: int) -> None:
-    """As each pair says; and what tensors say of all keys of a tile, where they say the same."""
+    """It agrees with each pair, and has what tensors say of all keys of a tile, where they say the same."""
     mask = causal() & document(ids)
     of_call = found(mask)
     assert of_call is not None and len(of_call.reads) == 2
@@ -239,7 +239,7 @@ def test_the_tiles_that_see_most_come_first() -> None:
 
 
 def test_in_a_fixed_order_the_tiles_of_a_stretch_lie_in_a_row_the_last_one_first() -> None:
-    """As the one that is so many tiles behind another lies so many entries before it; longest stretches first."""
+    """A tile that is n tiles behind another lies n entries before it; longest segments first."""
     ids = torch.stack([documents(150, 300, 147), documents(300, 147, 150)])
     of_call = found(document(ids))
     assert of_call is not None

@@ -171,7 +171,7 @@ def test_the_way_of_an_untested_tile_skips_tests_and_rescales_but_no_work() -> N
 
 
 def test_a_tile_that_is_computed_again_is_on_no_way() -> None:
-    """As its maximum was guessed too low; tiles that look for theirs have a loop of their own, which is longer."""
+    """Its speculative maximum was too low; tiles that search for theirs have a longer loop of their own."""
     found = f"""
     1:
     HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0

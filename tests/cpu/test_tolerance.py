@@ -68,7 +68,7 @@ def changed(**change):
 
 
 def rounded_inside(q, k, v, **arguments):
-    """As if scores had been rounded to bf16."""
+    """Attention whose scores were rounded to bf16."""
     return streaming(q, k.bfloat16().to(k.dtype), v, **arguments)
 
 
@@ -105,7 +105,7 @@ def test_it_finds(mistake, generator):
 
 
 def merged_by_one_less_the_other_weight(one, other):
-    """As if a part of the keys weighed 1 less what the other one weighs: right beside 1, with no digits of its own."""
+    """A merge that takes a part's weight as 1 less the other's: right near 1, with no digits of its own near 0."""
     (out, top, total), (other_out, other_top, other_total) = one, other
     lse, other_lse = top + total.log(), other_top + other_total.log()
     whole = torch.logaddexp(lse, other_lse)

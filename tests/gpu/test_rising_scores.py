@@ -15,7 +15,7 @@ KEYS = 3000  # so many that blocks are large
 
 
 def factors(rises: str) -> torch.Tensor:
-    """Of the keys; tiles are visited from the last one to the first."""
+    """Factors of the keys; tiles are visited from the last one to the first."""
     number = torch.arange(KEYS, device="cuda")
     return {
         "not": torch.ones(KEYS, device="cuda"),

@@ -44,7 +44,7 @@ def numbers(shape: tuple[int, ...], make: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize(("d", "length", "batch"), [(128, 2500, 2), (128, 8500, 1), (192, 2500, 2), (256, 2301, 2)])
 def test_shares_are_right_and_the_same_each_time(d: int, length: int, batch: int) -> None:
-    """Of more than two rounds of tiles; of 8,500 keys rows guess their maxima."""
+    """More than two rounds of tiles; with 8,500 keys rows use a speculative maximum."""
     make = torch.Generator("cuda").manual_seed(d + length)
     q, k, v = (numbers((batch, heads, length, d), make) for heads in (8, 4, 4))
     plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, Target.of(q.device))

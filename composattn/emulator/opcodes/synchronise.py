@@ -256,7 +256,7 @@ def sync_numbered(instr: Instr, program: Any) -> Handler:
 
 @sync("bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red")
 def ask_numbered(instr: Instr, program: Any) -> Handler:
-    """The same, and all hear whether a predicate holds for any of them."""
+    """A numbered barrier at which all threads learn whether a predicate holds for any of them."""
     words_of(program, instr.op, {"bar", "barrier", "cta", "red", "or", "pred", "aligned"}, instr)
     number, threads = (source(program, arg, "u32") for arg in instr.args[1:3])
     out, asked = target(instr.args[0], "p"), source(program, instr.args[3], "p")

@@ -54,7 +54,7 @@ def test_from_the_third_run_on_only_what_hangs_on_the_inputs_is_dispatched() -> 
 
 
 def twice(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The same read and comparison twice, of numbers that only look alike too."""
+    """Runs that read and compare twice, also numbers that only look alike."""
     (x,) = inputs
     both = [x.detach().view(4, 5).amin(1) != n for n in (1, 1, 1.0)]
     return [both[0] | both[1], both[2] & (x.sum() > 0)]

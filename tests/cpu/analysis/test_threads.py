@@ -97,7 +97,7 @@ class Watching(TorchDispatchMode):
 
 
 def test_a_table_that_is_made_again_of_the_same_is_right_all_along() -> None:
-    """Of a tensor that counts no writes every call makes it, while others read it."""
+    """Every call makes the table of a tensor that counts no writes, while other threads read it."""
     with torch.inference_mode():
         ids = torch.arange(100) % 7
     low, high = index("first"), index("last")
@@ -109,7 +109,7 @@ def test_a_table_that_is_made_again_of_the_same_is_right_all_along() -> None:
 
 
 class Stream:
-    """As much of a CUDA stream as is needed to see who waits for whom."""
+    """A stand-in for a CUDA stream that records who waits for whom."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_stream, self.waited_for = handle, list[int]()

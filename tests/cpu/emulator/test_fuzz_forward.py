@@ -60,7 +60,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Of its output: where the keys are split, a block of four modes each."""
+        """Rows of the output: where the keys are split, a block of four modes each."""
         return self.case.q[..., 0].numel()
 
     @classmethod

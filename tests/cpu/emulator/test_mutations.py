@@ -157,7 +157,7 @@ TRIALS = {
 
 
 def verdicts(direction: str, dim: int, kind: str = "", part: str = "1/1") -> Iterator[Verdict]:
-    """Of all mutants, or of those whose kind begins like this, and of these each N-th from the I-th on."""
+    """Verdicts on all mutants whose kind begins with `kind`, or each N-th of them from the I-th on."""
     trials = [TRIALS[direction](dim, *shape) for shape in SHAPES[direction]]
     texts = {text for text, _ in trials}
     assert len(texts) == 1, "shapes that take different kernels"

@@ -359,7 +359,7 @@ def is_float(kind: str) -> bool:
 
 
 def some_equal(kind: str) -> Callable[[list[Any]], list[Any]]:
-    """Of the random operands some are equal and some, of floats, no numbers: one, the other or both."""
+    """Makes some of the random operands equal and some floats NaN: one, the other or both."""
 
     def run(inputs: list[Any]) -> list[Any]:
         inputs[1][8:16] = inputs[0][8:16]

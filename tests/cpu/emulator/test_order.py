@@ -89,7 +89,7 @@ def test_a_copy_that_one_warp_waits_for_ends_while_another_spins(mode: Mode) -> 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_who_does_not_spin_goes_on(mode: Mode) -> None:
-    """Also where the ways of both come together again, before the flag is set."""
+    """A thread goes on even where its path joins the spinning one's before the flag is set."""
     one_block(f"@%p1 bra M; {UNTIL_SET} M: {SET}", mode)
 
 

@@ -70,7 +70,7 @@ def two_after_another(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def neighbourhood(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Of a grid 8 wide, rows by true division."""
+    """A neighbourhood on a grid 8 wide, whose rows come by true division."""
     near_rows = (q / 8 - kv / 8).abs() <= 2
     near_columns = (q % 8 - kv % 8).abs() <= 2
     return torch.where(near_rows | near_columns, score, -math.inf)

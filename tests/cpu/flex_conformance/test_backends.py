@@ -1,4 +1,4 @@
-"""The same semantics from the other backends: the reference here, the emulated kernels where `make test-all` runs."""
+"""Semantics of flex_attention on other backends: the reference here, emulated kernels in `make test-all`."""
 
 from __future__ import annotations
 

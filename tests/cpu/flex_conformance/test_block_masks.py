@@ -73,7 +73,7 @@ def test_full_blocks_are_seen_whole(generator: torch.Generator) -> None:
 
 
 def test_a_slice_of_a_mask_with_a_new_function(generator: torch.Generator) -> None:
-    """As generation does it: one query block of a causal mask, its position added by hand."""
+    """Generation does so: one query block of a causal mask, its position added by hand."""
     whole = create_block_mask(causal, 1, 1, 64, 64, "cpu", 16)
     for position in (0, 17, 63):
         part = whole[:, :, position // 16]

@@ -27,7 +27,7 @@ def read_at_once(at: Callable[..., Any], *shape: int) -> Callable[[Sized], Mods]
 
 
 def read_in_turns(turns: Callable[..., Any], at: Callable[..., Any], *shape: int) -> Callable[[Sized], Mods]:
-    """The same, read by one index after another; `at` reads the same for whole index tensors."""
+    """Mods that read a tensor by one index after another; `at` reads it for whole index tensors."""
 
     def made(rand: Sized) -> Mods:
         return Mods(

@@ -229,7 +229,7 @@ def judged(kind: str, name: str, sharp: bool = False) -> Found:
 
 
 def _greatest_difference(found: Any, wanted: Any) -> float:
-    """Of logits and of gradients, each beside the largest number of its kind."""
+    """The greatest difference of logits and of gradients, relative to the largest number of each kind."""
     (logits, gradients), (right_logits, right_gradients) = found, wanted
     if logits.shape != right_logits.shape or gradients.keys() != right_gradients.keys():
         return float("inf")

@@ -1,4 +1,4 @@
-"""Of every ready mask, the tiles that kernels visit are those with a visible pair, and no others."""
+"""Kernels visit the tiles of a ready mask that have a visible pair, and no others."""
 
 from __future__ import annotations
 
