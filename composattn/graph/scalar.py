@@ -21,6 +21,8 @@ def _is_number(value: Any) -> bool:
 class Scalar(Symbolic):
     """A run-time number: a new value never recompiles. Made by `ca.scalar(x)`; set `.value` to change it.
 
+    The tiles of a kernel are chosen by the value of a plan's first call, and stay. What they visit follows the value.
+
     An int has 32 bits, 64 where it begins beyond 32. Raises: `UnsupportedCapture` for what its type can't hold.
     """
 
