@@ -42,10 +42,12 @@ def refuse_outdated(leaves: Iterable[Any]) -> None:
 
     No replay looks at the writes to what the table was made of, unless that lies on the host, which no graph reads.
     """
-    copies.refuse_outdated(leaves)
-    if not refreshed.belongs_to_graph():
+    tables = copies.made_among(leaves)
+    for _, sources in tables:
+        sources.refuse_outdated()
+    if not (tables and refreshed.belongs_to_graph()):
         return
-    for table, sources in copies.made_among(leaves):
+    for table, sources in tables:
         if any(source.device == table.device for source in sources.tensors):
             raise GraphUnsupported(
                 f"{sources.name} of a mask became a table when it was made, and no replay of a CUDA graph makes that "

@@ -108,12 +108,7 @@ def follow(leaves: Sequence[Any], sources: Mapping[int, Sources]) -> None:
 
 
 def _known(leaf: Any) -> Sources | None:
-    if not isinstance(leaf, torch.Tensor):
-        return None  # a run-time number
-    try:
-        return made.get(leaf.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # below a transform: no memory to know it by
-        return None
+    return next((sources for _, sources in made_among([leaf])), None)
 
 
 def refuse_outdated(leaves: Iterable[Any]) -> None:
@@ -123,6 +118,19 @@ def refuse_outdated(leaves: Iterable[Any]) -> None:
 
 
 def made_among(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, Sources]]:
-    """The tables among `leaves` that were made of other tensors, and what each was made of."""
+    """The tables among `leaves` that were made of other tensors, and what each was made of.
+
+    While any table lives, every call that reads tensors asks this: it enters no function of Python.
+    """
+    found = []
     with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
-        return [(leaf, known) for leaf in leaves if (known := _known(leaf)) is not None]
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                continue  # a run-time number
+            try:
+                sources = made.get(leaf.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):
+                continue  # below a transform: no memory to know it by
+            if sources is not None:
+                found.append((leaf, sources))
+    return found

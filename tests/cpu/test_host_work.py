@@ -37,6 +37,7 @@ from composattn.backends.fused.arguments import (
 )
 from composattn.backends.fused.bulk import tidy
 from composattn.backends.fused.captured import Standing
+from composattn.graph import copies as tables
 from composattn.graph.lent import Lending, lend
 from composattn.mods import alibi, causal, document, sliding_window
 from composattn.mods.mask import Mask
@@ -125,6 +126,17 @@ def test_every_entry_enters_few_functions_where_nothing_is_new() -> None:
         assert found.pop(f"host forward: {name}") <= forward + ROOM
         assert found.pop(f"host forward and backward: {name}") <= both + ROOM
     assert not found, "an entry without a bound"
+
+
+def test_a_table_of_another_mask_is_looked_for_in_two_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "made", {})
+    with without_kernels(lambda plan: lambda *arguments: None):
+        x = host.Inputs(torch.device("cpu"), False, dtype=torch.bfloat16)
+        call = host.entries(x)["ca.attention, causal(), sinks"]["composattn"]
+        before = host.calls_of(call).python
+        mask = document(offsets=torch.tensor([0, 3, 10]))
+        assert len(tables.made) == len(mask.leaves)
+        assert host.calls_of(call).python <= before + 2  # 8 before, in every call that reads a tensor
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -405,7 +417,8 @@ def test_a_plan_keeps_the_tiles_of_its_first_run_time_number_and_orders_them_by_
     assert len(found) == len(first) > len(fewer), "a new number compiles nothing"
     assert {(b, m) for b, m in found.tolist()} == {(b, m) for b, m in first.tolist()}
     assert not torch.equal(found, first)
-    tiling = list(step.attention._prepared.values())[-1].launcher(True).kernel.plan.tiling
+    call: Any = list(step.attention._prepared.values())[-1]
+    tiling = call.launcher(True).kernel.plan.tiling
     first_key = (found[:, 1] * tiling.tile_m - 699).clamp(0)  # of those that the tile's first query sees
     visits = -(-900 // tiling.tile_n) - first_key // tiling.tile_n
     assert (visits.diff() <= 0).all(), "longest first"
