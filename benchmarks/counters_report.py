@@ -1,4 +1,4 @@
-"""Tables of the rows that benchmarks/counters.py counted, for benchmarks/LOG.md: ours beside the fastest peer's."""
+"""Counted rows (benchmarks/counters.py), ours beside the fastest peer: `python -m benchmarks.counters_report`."""
 
 from __future__ import annotations
 
@@ -151,3 +151,7 @@ def all_kept(folder: Path = RESULTS) -> str:
     head = ["row", *(f"{name}, %" for name in SHARES), "M instructions", "ours waits for", "it waits for"]
     times = table(TIMES, (time_line(*pair, limits) for pair in pairs))
     return f"{source}\n\n{times}\n{table(head, (share_line(*pair) for pair in pairs))}"
+
+
+if __name__ == "__main__":
+    print(all_kept())

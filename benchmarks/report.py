@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import context_parallel_report, counters_report
+from benchmarks import context_parallel_report
 from benchmarks.implementations import BARE, DETERMINISTIC, FLOOR, GEMM, OURS, PACKED
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,6 @@ README = ROOT / "README.md"
 GALLERY = ROOT / "docs" / "gallery.md"
 MORE = ROOT / "docs" / "more.md"
 PARALLEL = ROOT / "docs" / "parallel.md"
-LOG = ROOT / "benchmarks" / "LOG.md"
 PLOTS = ROOT / "docs" / "plots"
 NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
 
@@ -369,7 +368,6 @@ def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]
         GALLERY: with_speeds(GALLERY.read_text(), results),
         MORE: between(MORE.read_text(), newest("planning", results), "planning"),
         PARALLEL: between(PARALLEL.read_text(), context_parallel_report.all_kept(), "results"),
-        LOG: between(LOG.read_text(), counters_report.all_kept(), "counters"),
     }
 
 

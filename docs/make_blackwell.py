@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/blackwell.md: plans as they are made, the kernel's own words, counts from the log.
+"""Writes the generated parts of docs/blackwell.md: plans as they are made, and the kernel's own words.
 
     python docs/make_blackwell.py
 
@@ -28,7 +28,6 @@ from composattn.mods import causal, sliding_window
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_name("blackwell.md")
 KERNEL = ROOT / "composattn" / "backends" / "blackwell"
-COUNTED = "## The forward for Blackwell, as counted"
 SHAPES = (((64, 64), 4096), ((96, 96), 4096), ((128, 128), 4096), ((192, 128), 4096), ((192, 192), 4096),
           ((256, 256), 4096), ((128, 128), 1))  # fmt: skip
 
@@ -82,12 +81,6 @@ def drawn(parts: list[str]) -> list[str]:
     return [f"```\n{inspect.cleandoc(part)}\n```" for part in parts if part.startswith("    ")]
 
 
-def counts() -> str:
-    """The table below its heading in the log."""
-    below = (ROOT / "benchmarks" / "LOG.md").read_text().partition(COUNTED)[2]
-    return next(part.strip() for part in below.split("\n\n") if part.lstrip().startswith("|"))
-
-
 def page() -> str:
     two, one = drawn(parts_of("forward.py", "BlackwellForward"))
     generated = {
@@ -95,7 +88,6 @@ def page() -> str:
         "edges": drawn(parts_of("block.py", "Block"))[0],
         "plan": f"```\n{planned((128, 128), 4096, 'sm_100a')}\n```",
         "memory": "\n".join(memory()),
-        "counts": counts(),
         "wide": drawn(parts_of("backward_wide.py", "WideProducts"))[0],
         "backward": "\n".join(backward()),
         "query-pairs": drawn(parts_of("backward_query_pair.py", "QueryPairProducts"))[0],

@@ -11,7 +11,8 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/LOG.md": "log.md",
+    "benchmarks/findings.md": "findings.md",
+    "benchmarks/log/2026-11.md": "log/2026-11.md",
 }
 """Pages that lie outside of docs/, and where the site has them."""
 

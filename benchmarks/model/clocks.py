@@ -3,7 +3,8 @@
 guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", of compute capability 9.0, in
          results per clock and SM; taken to hold for 10.0 and 10.3
 paper    FlashAttention-4 (2026), sections 2.2 and 3.1.3
-log      benchmarks/LOG.md, Backward 28: 48 KiB of dQ in 1920 clocks, 25.6 bytes, where nothing else was the limit
+log      benchmarks/log/2026-11.md#backward-28: 48 KiB of dQ in 1920 clocks, 25.6 bytes, where nothing else was the
+         limit
 assumed  no public figure known: paired fp32 instructions leave the rate of results as it is
 """
 

@@ -1,6 +1,7 @@
 """fp16 has the kernels of bf16: line for line the same PTX, but for the names of types and the number one.
 
-So what an fp16 call takes longer on a GPU (1 to 6 %, an H200 at its power cap; LOG, 43. of Forward) is not code's.
+So what an fp16 call takes longer on a GPU is not code's: 1 to 6 %, an H200 at its power cap
+(benchmarks/log/2026-11.md#forward-43).
 """
 
 from __future__ import annotations

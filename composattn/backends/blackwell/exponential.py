@@ -1,7 +1,7 @@
 """Which columns of the forward take their exponentials from multiply-adds: as many as leave the busiest unit the least.
 
-What an element of a tile takes was counted in the machine code of these kernels (benchmarks/LOG.md, the forward for
-Blackwell, and `benchmarks.tile_model`); the rates are the target's. Nothing of it was timed.
+What an element of a tile takes was counted in the machine code of these kernels (`benchmarks.tile_model`,
+benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted); the rates are the target's. Nothing of it was timed.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def dense(form: Form, evidence: Measured | NotMeasured, widest: tuple[int, int],
     return Row(form=form, evidence=evidence, widest=widest, layout=("dense",), order=("any",), mods=mods, **pattern)
 
 
-# single timings of one H200, before all forms were timed: benchmarks/LOG.md
+# single timings of one H200, before all forms were timed: benchmarks/findings.md
 OF_DOCUMENTS = NotMeasured("single timings: 8k of D 128 gains 2 to 16 % over small blocks")
 OF_ONE_SEQUENCE = NotMeasured("single timings: one sequence of 128 to 1,024 gains 17 to 35 % (D 64 and 96: 3 to 10)")
 OF_HALF_FULL = NotMeasured("single timings: behind a mask 15 to 25 %, as the second round's tiles are half full")

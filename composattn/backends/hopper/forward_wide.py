@@ -29,7 +29,8 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
 
         Sw = Q Kwᵀ | maxima, meet, the other's maxima | softmax, Pw to shared memory, meet | Ow += [P0 P1] Vw
 
-    Nothing lies under the softmax (what was tried gained 0 to 5 %, see benchmarks/LOG.md): loads limit 64 rows.
+    Nothing lies under the softmax, as loads limit 64 rows: what was tried gained 0 to 5 %
+    (benchmarks/log/2026-11.md#wide-forward-4).
     """
 
     threads = (GROUPS + 1) * WARPGROUP
