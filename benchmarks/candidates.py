@@ -17,10 +17,10 @@ import torch
 from benchmarks.cases import Case, Direction, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, NotServed
 from composattn.analysis.program import Program
-from composattn.backends.fused.architecture import ARCHITECTURES
-from composattn.backends.fused.call_class import CallClass
-from composattn.backends.fused.target import HOPPER, Target
-from composattn.backends.fused.traits import padded
+from composattn.backends.fused.planning.call_class import CallClass
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.target import HOPPER, Target
+from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.hopper import backward_choice
 from composattn.backends.hopper.backward_choice import backward_tiling
 from composattn.backends.hopper.backward_keys_apart import KeysApart

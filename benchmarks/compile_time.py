@@ -29,8 +29,9 @@ from pathlib import Path
 from benchmarks.compile_time import case_of
 from benchmarks.model.kernels import plan_of, target_of
 from benchmarks.model.peer import _cpu
-from composattn.backends.fused.compile import compile_offline, kernel_of
-import composattn.backends.fused.fake, torch
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.generated import kernel_of
+import composattn.backends.fused.compiling.fake, torch
 case = case_of({dim})
 target = target_of("{arch}")
 import composattn.backends.blackwell.forward, composattn.backends.hopper.forward

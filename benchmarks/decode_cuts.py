@@ -1,4 +1,4 @@
-"""One query of many sequences, cut in every way there is, in turns: what `backends/fused/few_queries.py` is fitted to.
+"""One query of many sequences, cut in every way there is, in turns: what `planning/few_queries.py` is fitted to.
 
     python -m benchmarks.decode_cuts --out benchmarks/results/cuts/h200-decode.json
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4
@@ -27,8 +27,8 @@ from benchmarks.provenance import provenance
 from benchmarks.run import save
 from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import Target
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import Target
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8

@@ -41,8 +41,8 @@ from benchmarks.implementations import BARE, FLOOR, OURS  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
 from benchmarks.timing import Timing, host_stopwatch, interleaved  # noqa: E402
-from composattn.backends.fused.launch import ForwardLauncher  # noqa: E402
-from composattn.backends.fused.launch_backward import BackwardLauncher  # noqa: E402
+from composattn.backends.fused.running.launch import ForwardLauncher  # noqa: E402
+from composattn.backends.fused.running.launch_backward import BackwardLauncher  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
 
 SDPA = "torch SDPA"

@@ -28,15 +28,15 @@ from composattn import backends
 from composattn.analysis.derived import Derived
 from composattn.analysis.program import Program
 from composattn.backends import Call
-from composattn.backends.fused import residues
-from composattn.backends.fused.arguments import (
+from composattn.backends.fused.planning.arguments import (
     ForwardArguments,
     MainArguments,
     PostprocessArguments,
     PreprocessArguments,
 )
-from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.rewrites import residues
+from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
 from composattn.dispatch import kept
 from composattn.mods import causal, document, sliding_window

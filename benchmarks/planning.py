@@ -22,8 +22,8 @@ import torch
 from benchmarks.provenance import provenance
 from composattn.analysis.derived import Derived
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, document, neighborhood, sliding_window
 from composattn.mods.mask import Mask

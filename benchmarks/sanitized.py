@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import composattn as ca
-from composattn.backends.fused.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.mods import alibi, causal, document, sliding_window
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
 

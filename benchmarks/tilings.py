@@ -28,8 +28,8 @@ from benchmarks.model.kernels import plan_of
 from benchmarks.model.loops import inner_loops
 from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
-from composattn.backends.fused.architecture import ARCHITECTURES, Architecture, planned_for
-from composattn.backends.fused.compile import compile_offline
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.lag import Lag
 

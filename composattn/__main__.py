@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import composattn as ca
-from composattn.backends.fused.target import TARGETS, Target
+from composattn.backends.fused.tiles.target import TARGETS, Target
 from composattn.call.inputs import Asked, Inputs
 from composattn.doctor import doctor, full
 from composattn.shaped import Shape, shaped
 
 if TYPE_CHECKING:
-    from composattn.backends.fused.inspect import Artifact
-    from composattn.backends.fused.plan import Plan
+    from composattn.backends.fused.compiling.inspect import Artifact
+    from composattn.backends.fused.planning.plan import Plan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -119,7 +119,7 @@ def target_from(options: argparse.Namespace) -> Target:
 
     Raises: `InvalidCommandLine` where --backend has no kernels for it.
     """
-    from composattn.backends.fused.architecture import ARCHITECTURES, planned_for
+    from composattn.backends.fused.tiles.architecture import ARCHITECTURES, planned_for
 
     here, backend = torch.device("cuda"), options.backend
     if backend is not None and backend.removesuffix("-emulated") not in ARCHITECTURES:
@@ -142,7 +142,7 @@ def target_from(options: argparse.Namespace) -> Target:
 
 def folder_from(options: argparse.Namespace) -> Path:
     """Where kernels go. Raises: `InvalidCommandLine` where a process with that cache folder would not take them."""
-    from composattn.backends.fused import disk_cache
+    from composattn.backends.fused.compiling import disk_cache
 
     if options.out is None:
         return disk_cache.usable()
@@ -154,9 +154,10 @@ def folder_from(options: argparse.Namespace) -> Path:
 
 def compile_kernels(options: argparse.Namespace) -> int:
     """Compile the kernels of one call, GPU or not, and keep them as the call itself would; print what they cost."""
-    from composattn.backends.fused import residues, toolchain
-    from composattn.backends.fused.call import FusedCall
-    from composattn.backends.fused.compile import compile_ahead
+    from composattn.backends.fused.compiling import toolchain
+    from composattn.backends.fused.compiling.compile import compile_ahead
+    from composattn.backends.fused.rewrites import residues
+    from composattn.backends.fused.running.call import FusedCall
     from composattn.call.problem import softmax_scale
     from composattn.dispatch.planned import check_captures, refuse_gradient
 
@@ -202,7 +203,7 @@ def machine_words(made: Artifact) -> str:
 
 def cache(options: argparse.Namespace) -> int:
     """Print where compiled kernels are kept and how many there are; remove those not used for some days."""
-    from composattn.backends.fused import disk_cache
+    from composattn.backends.fused.compiling import disk_cache
 
     folder = disk_cache.folder()
     kept = disk_cache.entries(folder)

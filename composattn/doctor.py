@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 import composattn as ca
-from composattn.backends.fused import disk_cache, toolchain
-from composattn.backends.fused.architecture import ARCHITECTURES
-from composattn.backends.fused.target import TARGETS
+from composattn.backends.fused.compiling import disk_cache, toolchain
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.target import TARGETS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")

@@ -15,7 +15,7 @@ from .analysis.symbolic import Names, formula
 from .analysis.tiles import FULL, PARTIAL, useful_cuts
 from .analysis.tiles import kinds as tile_kinds
 from .analysis.wording import visited
-from .backends.fused.architecture import planned_for
+from .backends.fused.tiles.architecture import planned_for
 from .backends.rows import arrange
 from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
@@ -103,7 +103,7 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("plan", call.plan),
     ]
     if emulate:
-        from .backends.fused.emulated import random_run
+        from .backends.fused.running.emulated import random_run
         from .emulator.counts import count
 
         target = planned_for(attn.options.backend)

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import composattn as ca
 from benchmarks.report import between
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import BLACKWELL, TARGETS
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
 from composattn.mods import causal, sliding_window
 

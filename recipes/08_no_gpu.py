@@ -11,7 +11,7 @@ if importlib.util.find_spec("cutlass") is None:
     print("this recipe needs the kernel compiler: pip install 'composattn[gpu]'")
     raise SystemExit
 
-from composattn.backends.fused.emulated import emulating
+from composattn.backends.fused.running.emulated import emulating
 from composattn.emulator.cluster import LATE, random_mode
 
 torch.manual_seed(0)

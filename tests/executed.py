@@ -22,9 +22,9 @@ import torch
 
 import composattn as ca
 from composattn import backends
-from composattn.backends.fused import compile as compiling
-from composattn.backends.fused.architecture import ARCHITECTURES
-from composattn.backends.fused.target import TARGETS
+from composattn.backends.fused.compiling import compile as compiling
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.target import TARGETS
 from composattn.mods import alibi, causal, document, relative_bias, softcap
 from tests.rooms import ROOT, House
 

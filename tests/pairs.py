@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.sharing import Sharing
+from composattn.backends.fused.planning.sharing import Sharing
 from composattn.call.problem import Problem
 from composattn.dispatch import kept
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.order import exchanged, mirror
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
-from composattn.backends.fused.work import visits_now
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.order import exchanged, mirror
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.fused.tiles.work import visits_now
 from composattn.call.problem import Problem
 from composattn.graph.form import graphs_of
 from composattn.mods.mask import Mask

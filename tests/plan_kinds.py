@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.target import BLACKWELL, HOPPER, Target
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.mods import causal, document, neighborhood

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host_work import read_of
 from composattn.analysis import streams
-from composattn.backends.fused import captured
+from composattn.backends.fused.running import captured
 
 _HOST = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique")
 STREAM = 7

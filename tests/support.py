@@ -23,7 +23,7 @@ from composattn.testing import Case
 def gpu_backend() -> str:
     """Whose generated kernels run on the GPU that is there; "" where there is none that runs any."""
     from composattn.backends import default_for
-    from composattn.backends.fused.architecture import ARCHITECTURES
+    from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 
     found = default_for(torch.device("cuda")) if torch.cuda.is_available() else ""
     return found if found in ARCHITECTURES else ""
@@ -36,7 +36,7 @@ def has_gpu_backend() -> bool:
 
 def has_backward(backend: str, *dims: int) -> bool:
     """Whether a backend computes gradients, of calls of these head dimensions; an architecture's may not yet."""
-    from composattn.backends.fused.architecture import ARCHITECTURES
+    from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 
     architecture = ARCHITECTURES.get(backend.removesuffix("-emulated"))
     return architecture is None or architecture.max_gradient_dim >= max(dims, default=1)
@@ -63,7 +63,7 @@ def has_kernel_toolchain() -> bool:
 @contextlib.contextmanager
 def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     """Inside, Hopper's forwards whose queries see few keys are cut as those of long sequences: tests are short."""
-    from composattn.backends.fused.call_class import Work
+    from composattn.backends.fused.planning.call_class import Work
     from composattn.backends.hopper import forward_choice
 
     class_of = forward_choice.class_of  # type: ignore[attr-defined]
@@ -83,8 +83,8 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
 def on_few_multiprocessors(backend: str, count: int = 3) -> Iterator[None]:
     """Inside, an emulated backend plans for so many, so that persistent blocks walk over several tiles each."""
     from composattn import backends
-    from composattn.backends.fused.architecture import planned_for
-    from composattn.backends.fused.emulated import EmulatedCall
+    from composattn.backends.fused.running.emulated import EmulatedCall
+    from composattn.backends.fused.tiles.architecture import planned_for
 
     target = dataclasses.replace(planned_for(backend), sms=count)
     few = dataclasses.replace(

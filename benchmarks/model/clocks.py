@@ -14,9 +14,9 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from composattn.backends.fused.inspect import Instruction
-from composattn.backends.fused.target import TARGETS as GPUS
-from composattn.backends.fused.target import Target
+from composattn.backends.fused.compiling.inspect import Instruction
+from composattn.backends.fused.tiles.target import TARGETS as GPUS
+from composattn.backends.fused.tiles.target import Target
 
 # A matrix product, shared memory's port, exponentials, multiply-adds, other arithmetic, instructions at all, additions
 # into global memory. All but the first two and the last are of one of the four partitions of a multiprocessor.

@@ -13,12 +13,12 @@ from benchmarks.cases import Case, Pattern, causal_mask
 from benchmarks.model.loops import Role, roles
 from benchmarks.model.peer import PeerCall, peer_kernel
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.inspect import Instruction, machine_code
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import TARGETS as GPUS
-from composattn.backends.fused.target import Target
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.inspect import Instruction, machine_code
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.target import TARGETS as GPUS
+from composattn.backends.fused.tiles.target import Target
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score

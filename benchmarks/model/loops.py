@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from composattn.backends.fused.inspect import Instruction
+from composattn.backends.fused.compiling.inspect import Instruction
 
 MATRIX = ("HGMMA", "UTCHMMA")
 COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.model.clocks import TARGETS
-from composattn.backends.fused import disk_cache
+from composattn.backends.fused.compiling import disk_cache
 
 PACKAGE = "flash-attn-4"
 NEEDS = {"flash_attn.cute": PACKAGE, "quack": "quack-kernels", "einops": "einops", "cutlass": "nvidia-cutlass-dsl"}

@@ -20,11 +20,11 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..graph.lent import Lending
 from . import blackwell, hopper, reference, streaming
-from .fused import residues
-from .fused.architecture import ARCHITECTURES, Architecture, planned_for
-from .fused.call import FusedCall
-from .fused.launch import Outputs
-from .fused.target import TARGETS, Target
+from .fused.rewrites import residues
+from .fused.running.call import FusedCall
+from .fused.running.launch import Outputs
+from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
+from .fused.tiles.target import TARGETS, Target
 
 ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lending | None], torch.Tensor | None]
 """(q, k, v, what is lent for the call) → out, of inputs of one form; None where the call has to go its whole way."""
@@ -109,7 +109,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return residues.prepared(of_target(FusedCall, architecture.target), problem, program, scale)
 
     def emulated(problem: Problem, program: Program, scale: float) -> Call:
-        from .fused.emulated import EmulatedCall  # imports the emulator: only when asked for
+        from .fused.running.emulated import EmulatedCall  # imports the emulator: only when asked for
 
         return residues.prepared(of_target(EmulatedCall, architecture.target), problem, program, scale)
 

@@ -19,7 +19,7 @@ from .. import backends, errors
 from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
 from ..analysis.short_reads import refuse_short_reads
-from ..backends.fused.launch import Outputs
+from ..backends.fused.running.launch import Outputs
 from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag

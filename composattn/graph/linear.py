@@ -1,7 +1,7 @@
 """Integer expressions as sums `c + Σ cᵢ·tᵢ`, and what can be proven of their size; the ground of the band analysis.
 
 A mask's own integer arithmetic is taken not to overflow (kernels compute in int64 what a call's positions take beyond
-int32: `backends.fused.widened`). What the analysis derives must not overflow where the mask does not: its
+int32: `backends.fused.rewrites.widened`). What the analysis derives must not overflow where the mask does not: its
 numbers have no end, sums that could leave 32 bits are built in int64, and `finish` brings the end of an interval back
 to int32 by clamping it to ±2^30, beyond every position. Sums that could leave 64 bits too are made to saturate, once
 all is derived (`saturated`).

@@ -1,7 +1,7 @@
 """What a table says of a tile of keys: which queries it visits, and what captured tensors say where its keys agree.
 
 Documents by ids leave each key the queries of its document: two numbers that tensors say. Where a tile has keys of one
-document they are the same for all, so that a test reads nothing. `composattn.backends.fused.stretches` makes the table.
+document they are the same for all, so that a test reads nothing. `fused.tiles.stretches` makes the table.
 """
 
 from __future__ import annotations

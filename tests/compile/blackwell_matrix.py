@@ -32,12 +32,12 @@ import composattn as ca
 from benchmarks import provenance
 from composattn import mods
 from composattn.backends.blackwell.tensor_memory import COLUMNS
-from composattn.backends.fused import toolchain
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
-from composattn.backends.fused.target import BLACKWELL, TARGETS, Target
+from composattn.backends.fused.compiling import toolchain
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.inspect import Artifact
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS, Target
 from composattn.call.problem import DENSE
 from composattn.call.schedule import Schedule
 from tests.compile.blackwell_plans import HEADS, LENGTH, PACKED, PAGES, problem_of, program_of

@@ -10,9 +10,9 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
-from composattn.backends.fused.target import BLACKWELL, Target
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
+from composattn.backends.fused.tiles.target import BLACKWELL, Target
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
 from composattn.mods.mask import Mask

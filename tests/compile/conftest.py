@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from composattn.backends.fused import disk_cache
+from composattn.backends.fused.compiling import disk_cache
 
 
 @pytest.fixture

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from composattn.backends.fused import disk_cache
-from composattn.backends.fused.architecture import kernel_of
-from composattn.backends.fused.compile import content_hash, uncollected
-from composattn.backends.fused.emulated import text_of
-from composattn.backends.fused.passes import switches
-from composattn.backends.fused.plan import Plan
+from composattn.backends.fused.compiling import disk_cache
+from composattn.backends.fused.compiling.compile import content_hash, uncollected
+from composattn.backends.fused.compiling.generated import kernel_of
+from composattn.backends.fused.compiling.passes import switches
+from composattn.backends.fused.planning.plan import Plan
+from composattn.backends.fused.running.emulated import text_of
 from tests.compared import bare
 from tests.compile.golden_plans import PLANS
 

@@ -13,9 +13,9 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.mods import masks

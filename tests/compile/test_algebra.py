@@ -16,9 +16,9 @@ from composattn.mods import scores
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.emulated import text_of
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running.emulated import text_of
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.primitives.emit import additive
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.architecture import ARCHITECTURES, kernel_of
-from composattn.backends.fused.compile import compile_offline, content_hash
-from composattn.backends.fused.plan import CombinePlan, plan_forward
-from composattn.backends.fused.target import HOPPER, TARGETS
+from composattn.backends.fused.compiling.compile import compile_offline, content_hash
+from composattn.backends.fused.compiling.generated import kernel_of
+from composattn.backends.fused.planning.plan import CombinePlan, plan_forward
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.target import HOPPER, TARGETS
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.capture import Captured

@@ -12,10 +12,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.emulated import emulating
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.emulated import emulating
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, sliding_window, softcap

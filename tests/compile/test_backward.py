@@ -19,12 +19,12 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import _run_compiler, compile_offline
-from composattn.backends.fused.gradient import FusedGradient
-from composattn.backends.fused.inspect import Artifact, Instruction
-from composattn.backends.fused.kernels import preprocess
-from composattn.backends.fused.plan_backward import BackwardPlans, plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import _run_compiler, compile_offline
+from composattn.backends.fused.compiling.inspect import Artifact, Instruction
+from composattn.backends.fused.kernels.around import preprocess
+from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
+from composattn.backends.fused.running.gradient import FusedGradient
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document, neighborhood, prefix_lm, sliding_window

@@ -13,9 +13,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.cut import Cut
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.cut import Cut
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document

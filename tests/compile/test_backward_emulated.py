@@ -18,13 +18,15 @@ from cutlass import Int32
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.cut import Cut
-from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.kernels import dq_claims, dq_semaphore, dq_sender, preprocess
-from composattn.backends.fused.launch_backward import BackwardLauncher
-from composattn.backends.fused.plan import Plan
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER, Target
+from composattn.backends.fused.kernels import dq_claims, dq_semaphore
+from composattn.backends.fused.kernels.around import preprocess
+from composattn.backends.fused.kernels.registers import dq_sender
+from composattn.backends.fused.planning.cut import Cut
+from composattn.backends.fused.planning.plan import Plan
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import captured
+from composattn.backends.fused.running.launch_backward import BackwardLauncher
+from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.hopper.key_tile import Block
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode

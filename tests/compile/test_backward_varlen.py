@@ -18,11 +18,11 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.emulated import captured
-from composattn.backends.fused.launch_backward import BackwardLauncher
-from composattn.backends.fused.plan import Plan
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import Plan
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import captured
+from composattn.backends.fused.running.launch_backward import BackwardLauncher
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.sequences import Sequences
 from composattn.emulator.launch import Stream

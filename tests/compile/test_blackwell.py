@@ -13,10 +13,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from benchmarks.model.loops import roles
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan import ForwardPlan
-from composattn.backends.fused.target import TARGETS
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.inspect import Artifact
+from composattn.backends.fused.planning.plan import ForwardPlan
+from composattn.backends.fused.tiles.target import TARGETS
 from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
 from composattn.mods.mask import Mask

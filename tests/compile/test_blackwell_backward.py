@@ -12,10 +12,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from composattn.analysis.captured_gradient import GradientProgram
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan_backward import BackwardPlan, BackwardPlans
-from composattn.backends.fused.target import BLACKWELL, TARGETS
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.inspect import Artifact
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, BackwardPlans
+from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from tests.compile.blackwell_matrix import frees_what_it_allocates
 from tests.compile.blackwell_plans import PACKED, backward_plans

@@ -14,9 +14,9 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.cut import Cut
-from composattn.backends.fused.emulated import emulating
-from composattn.backends.fused.target import BLACKWELL
+from composattn.backends.fused.planning.cut import Cut
+from composattn.backends.fused.running.emulated import emulating
+from composattn.backends.fused.tiles.target import BLACKWELL
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods import masks
 from composattn.mods.masks import causal, document, sliding_window

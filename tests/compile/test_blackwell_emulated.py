@@ -14,9 +14,9 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.emulated import EmulatedForward, emulating
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import BLACKWELL, TARGETS
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document

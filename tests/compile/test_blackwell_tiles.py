@@ -16,8 +16,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from benchmarks.model.visits import visits
-from composattn.backends.fused.emulated import random_run
-from composattn.backends.fused.target import BLACKWELL
+from composattn.backends.fused.running.emulated import random_run
+from composattn.backends.fused.tiles.target import BLACKWELL
 from composattn.call.problem import Problem
 from composattn.emulator.counts import count
 from composattn.mods import causal

@@ -14,10 +14,10 @@ import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, Pattern, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.emulated import EmulatedCall
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import EmulatedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.autograd import BackwardInputs
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES

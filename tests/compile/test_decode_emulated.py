@@ -14,12 +14,12 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.emulated import EmulatedForward, emulating
-from composattn.backends.fused.few_queries import splits
-from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.compiling.inspect import Artifact
+from composattn.backends.fused.planning.few_queries import splits
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import EIGHT_ROWS
 from composattn.call.problem import DENSE, Layout, Problem

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused import compile as compiling
-from composattn.backends.fused.compile import compile_ahead, compile_offline, compile_plan
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling import compile as compiling
+from composattn.backends.fused.compiling.compile import compile_ahead, compile_offline, compile_plan
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 
 # the smallest of a backward's three kernels: half a second
 PLAN = (
-    "import sys, torch, composattn as ca; from composattn.backends.fused.plan_backward import plan_backward;"
+    "import sys, torch, composattn as ca; from composattn.backends.fused.planning.plan_backward import plan_backward;"
     "from composattn.call.problem import Problem;"
-    "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
+    "from composattn.backends.fused.tiles.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
     "attn = ca.Attention(); plan = plan_backward(Problem.of(q, q, q), attn.program, HOPPER).preprocess;"
 )
 
@@ -48,7 +48,10 @@ def run(code: str, folder: Path) -> str:
 
 
 def test_a_kept_kernel_is_loaded_without_the_kernel_language(tmp_path: Path) -> None:
-    code = "from composattn.backends.fused import compile; compile.compile_plan(plan); print('cutlass' in sys.modules)"
+    code = (
+        "from composattn.backends.fused.compiling import compile; compile.compile_plan(plan);"
+        "print('cutlass' in sys.modules)"
+    )
     assert [run(code, tmp_path / "kernels") for _ in range(2)] == ["True", "False"]
 
 
@@ -57,7 +60,7 @@ def test_what_was_compiled_ahead_is_loaded_with_no_compiler_and_is_the_code_besi
     library, cubin = (next((tmp_path / "kernels").rglob(f"kernel-*{suffix}")) for suffix in (".so", ".cubin"))
     assert cubin.read_bytes() in library.read_bytes()
     later = (
-        "from composattn.backends.fused import compile; compile._run_compiler = None;"
+        "from composattn.backends.fused.compiling import compile; compile._run_compiler = None;"
         "print(compile.compile_plan(plan) is not None, 'cutlass' in sys.modules)"
     )
     assert run(later, tmp_path / "kernels") == "True False"
@@ -65,7 +68,8 @@ def test_what_was_compiled_ahead_is_loaded_with_no_compiler_and_is_the_code_besi
 
 def test_compiling_reaches_nothing_that_the_key_leaves_out(tmp_path: Path) -> None:
     code = (
-        "from composattn.backends.fused.compile import compile_plan; from composattn.backends.fused import toolchain;"
+        "from composattn.backends.fused.compiling.compile import compile_plan;"
+        "from composattn.backends.fused.compiling import toolchain;"
         "[compile_plan(p) for p in (plan, plan_backward(Problem.of(q, q, q), attn.program, HOPPER).main)];"
         "files = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'composattn'};"
         "print(sorted(files - {str(p) for p in toolchain.sources()}))"

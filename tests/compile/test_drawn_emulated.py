@@ -14,11 +14,11 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.arguments import ForwardArguments
-from composattn.backends.fused.emulated import EmulatedForward, emulating
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.arguments import ForwardArguments
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling, tiling_of_form
 from composattn.backends.hopper.forward_table import GUESSES_STAYS, STAYS
 from composattn.backends.hopper.tiling import HopperTiling

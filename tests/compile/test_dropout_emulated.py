@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.emulated import emulating
+from composattn.backends.fused.running.emulated import emulating
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import LATE, random_mode
 from composattn.mods import causal, softcap

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.emulated import text_of
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import text_of
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.program import Program
 from composattn.errors import ComposattnError

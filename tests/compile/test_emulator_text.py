@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-from composattn.backends.fused import emulated
-from composattn.backends.fused.compile import compile_offline
-from composattn.backends.fused.emulated import captured, text_of
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.running import emulated
+from composattn.backends.fused.running.emulated import captured, text_of
 from composattn.emulator import text
 from composattn.emulator.text import to_text
 from tests.compile.golden_plans import PLANS

@@ -17,9 +17,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from composattn.analysis.program import Program
 from composattn.backends import reference
-from composattn.backends.fused.emulated import EmulatedForward, text_of
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.emulated import EmulatedForward, text_of
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run

@@ -18,10 +18,10 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
-from composattn.backends.fused.compile import compile_offline, content_hash
-from composattn.backends.fused.inspect import Artifact
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import compile_offline, content_hash
+from composattn.backends.fused.compiling.inspect import Artifact
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.maxima import ALONE, BY_SUMS, BY_SUMS_WIDE, BY_SUMS_WIDEST
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-from composattn.backends.fused.plan import ForwardPlan
-from composattn.backends.fused.plan_backward import BackwardPlan
+from composattn.backends.fused.planning.plan import ForwardPlan
+from composattn.backends.fused.planning.plan_backward import BackwardPlan
 from tests.compile.golden import (
     Kernel,
     Record,

@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.emulated import text_of
-from composattn.backends.fused.plan import Plan, plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import Plan, plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.running.emulated import text_of
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal
 from composattn.mods.mask import Mask

@@ -18,7 +18,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import tvm_ffi
 
 import composattn as ca
-from composattn.backends.fused.compile import compile_plan
+from composattn.backends.fused.compiling.compile import compile_plan
 from composattn.mods import causal
 from tests.cpu import test_arguments
 from tests.cpu.test_arguments import CASES, inputs

@@ -15,10 +15,10 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.picture import tiles_of
 from composattn.analysis.program import Program
-from composattn.backends.fused import emulated
-from composattn.backends.fused.emulated import EmulatedForward
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running import emulated
+from composattn.backends.fused.running.emulated import EmulatedForward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator import program as programs
 from composattn.mods import masks, scores

@@ -13,7 +13,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused import emulated, plan, plan_backward
+from composattn.backends.fused.planning import plan, plan_backward
+from composattn.backends.fused.running import emulated
 from composattn.emulator.cluster import Mode
 from composattn.emulator.findings import LaunchRefused
 from composattn.emulator.launch import Launch, Result
@@ -71,7 +72,7 @@ def test_keys_in_parts_for_many_heads(grids: list[tuple[int, int, int]], generat
 def test_gradients_of_many_heads_of_documents(
     grids: list[tuple[int, int, int]], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composattn.backends.fused.stretches.LONG", 256)
+    monkeypatch.setattr("composattn.backends.fused.tiles.stretches.LONG", 256)
     q, k, v, dout = (rows(generator, 1, 2, 400, 64) for _ in range(4))
     check(attend, Case(q, k, v, mask_mod=document(torch.arange(400) // 150), dout=dout))
     assert all(grid[1:] == (1, 1) for grid in grids)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import TARGETS
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import TARGETS
 from composattn.call.problem import Problem
 from composattn.graph.form import graphs_of
 from composattn.mods import causal, sliding_window

@@ -12,10 +12,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused import residues
-from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.residues import Group, ResidueCall, groups, prepared
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.rewrites import residues
+from composattn.backends.fused.rewrites.residues import Group, ResidueCall, groups, prepared
+from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import alibi, causal, dilated_window, padding
 from composattn.mods.mask import Mask

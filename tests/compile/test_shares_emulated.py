@@ -12,10 +12,10 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.counter import counter_of
-from composattn.backends.fused.emulated import EmulatedForward, emulating
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running.counter import counter_of
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem

@@ -14,9 +14,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.emulated import emulating
-from composattn.backends.fused.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.running.emulated import emulating
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode

@@ -14,11 +14,11 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused import stretches
-from composattn.backends.fused.emulated import emulating
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.running.emulated import emulating
+from composattn.backends.fused.tiles import stretches
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask

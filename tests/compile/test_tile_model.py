@@ -15,8 +15,8 @@ from benchmarks.model import kernels
 from benchmarks.model.costs import tile_cost
 from benchmarks.tile_model import Counted, long_cases
 from benchmarks.tilings import changes_of
-from composattn.backends.fused.inspect import machine_code
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.inspect import machine_code
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.maxima import BY_SUMS
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.lag import Lag

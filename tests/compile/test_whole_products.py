@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from composattn.backends.fused.written import Written
+from composattn.backends.fused.tiles.written import Written
 from composattn.backends.hopper.wgmma import MN, K, get, issue_in_parts, product
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run

@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn import errors
-from composattn.backends.fused.emulated import emulating
+from composattn.backends.fused.running.emulated import emulating
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, neighborhood, relative_bias, sliding_window, softcap

@@ -15,10 +15,10 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.emulated import EmulatedForward, emulating, text_of
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
-from composattn.backends.fused.written import Written
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating, text_of
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.fused.tiles.written import Written
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem

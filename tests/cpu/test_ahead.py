@@ -14,9 +14,9 @@ import torch
 import composattn as ca
 from composattn import backends
 from composattn.__main__ import main
-from composattn.backends.fused import compile as compiling
-from composattn.backends.fused import inspect, toolchain
-from composattn.backends.fused.target import TARGETS, Target
+from composattn.backends.fused.compiling import compile as compiling
+from composattn.backends.fused.compiling import inspect, toolchain
+from composattn.backends.fused.tiles.target import TARGETS, Target
 from composattn.mods import alibi, causal, document, neighborhood, sliding_window, softcap
 
 GPU_OF = {target.arch: capability for capability, target in TARGETS.items()}

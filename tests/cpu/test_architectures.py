@@ -13,10 +13,10 @@ import torch
 import composattn as ca
 from composattn import backends, errors
 from composattn.analysis.program import Program
-from composattn.backends.fused.architecture import ARCHITECTURES, planned_for
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER, TARGETS, Target
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES, planned_for
+from composattn.backends.fused.tiles.target import HOPPER, TARGETS, Target
 from composattn.call.problem import DENSE, Problem
 from composattn.call.schedule import AUTO, Schedule
 from composattn.mods import causal

@@ -10,7 +10,7 @@ import torch
 
 import composattn as ca
 from benchmarks.host_work import Recorded
-from composattn.backends.fused.arguments import (
+from composattn.backends.fused.planning.arguments import (
     CombineArguments,
     ForwardArguments,
     GatherArguments,
@@ -20,8 +20,8 @@ from composattn.backends.fused.arguments import (
     PreprocessArguments,
     TensorForm,
 )
-from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document
 

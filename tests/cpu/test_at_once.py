@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Layout, Problem
 from composattn.mods import causal

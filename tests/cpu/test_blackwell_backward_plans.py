@@ -26,8 +26,8 @@ from composattn.backends.blackwell.tensor_memory import (
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
-from composattn.backends.fused.plan_backward import BackwardPlan, plan_backward
-from composattn.backends.fused.target import BLACKWELL
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.tiles.target import BLACKWELL
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods.masks import causal, document, neighborhood, sliding_window
 from tests.pairs import sharing

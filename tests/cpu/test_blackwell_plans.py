@@ -13,8 +13,8 @@ from composattn.analysis.program import Program
 from composattn.backends.blackwell.roles import ONE_TILE, TWO_TILES, Roles
 from composattn.backends.blackwell.tensor_memory import COLUMNS, Columns, TensorMemory
 from composattn.backends.blackwell.tiling import BlackwellTiling
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import BLACKWELL
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.tiles.target import BLACKWELL
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal
 from tests.rooms import ROOT

@@ -11,8 +11,17 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.fused.call_class import BANDS, BEYOND, CallClass, Direction, Mask, Mods, Work, class_of
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.call_class import (
+    BANDS,
+    BEYOND,
+    CallClass,
+    Direction,
+    Mask,
+    Mods,
+    Work,
+    class_of,
+)
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.mods.dropout import Dropout

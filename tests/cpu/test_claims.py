@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
 from composattn.call.problem import Problem
 from composattn.mods import causal

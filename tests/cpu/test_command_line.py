@@ -12,7 +12,7 @@ import pytest
 
 import composattn as ca
 from composattn.__main__ import machine_words, main
-from composattn.backends.fused import disk_cache, inspect
+from composattn.backends.fused.compiling import disk_cache, inspect
 from tests.support import has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]

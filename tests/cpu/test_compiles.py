@@ -12,9 +12,9 @@ import torch
 
 import composattn as ca
 from composattn import backends
-from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.compile import _run_compiler, uncollected
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.compile import _run_compiler, uncollected
+from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal
 
@@ -53,8 +53,8 @@ def test_explaining_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiles(*arguments: Any) -> Any:
         raise AssertionError("explain compiles")
 
-    monkeypatch.setattr("composattn.backends.fused.compile._run_compiler", compiles)
-    monkeypatch.setattr("composattn.backends.fused.disk_cache.get", compiles)
+    monkeypatch.setattr("composattn.backends.fused.compiling.compile._run_compiler", compiles)
+    monkeypatch.setattr("composattn.backends.fused.compiling.disk_cache.get", compiles)
     text = str(ca.Attention(mask_mod=causal(), score_mod=alibi(2), backend="hopper").explain(*inputs()))
     assert "plan" in text
 
@@ -68,7 +68,7 @@ def test_no_garbage_is_looked_for_while_a_kernel_is_traced(monkeypatch: pytest.M
     def traces(plan: Any) -> Any:
         raise Traced(gc.isenabled())
 
-    monkeypatch.setattr("composattn.backends.fused.compile.kernel_of", traces)
+    monkeypatch.setattr("composattn.backends.fused.compiling.compile.kernel_of", traces)
     plan: Any = SimpleNamespace(target=HOPPER)
     with pytest.raises(Traced, match="False"):
         _run_compiler(plan)

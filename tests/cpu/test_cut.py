@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from composattn.backends.fused.cut import SHORTEST, Cut, best_cut, cut_in_order
+from composattn.backends.fused.planning.cut import SHORTEST, Cut, best_cut, cut_in_order
 
 SMS = 132
 

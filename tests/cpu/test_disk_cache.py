@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from composattn.backends.fused import compile as compiling
-from composattn.backends.fused import disk_cache, toolchain
+from composattn.backends.fused.compiling import compile as compiling
+from composattn.backends.fused.compiling import disk_cache, toolchain
 from composattn.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_the_key_changes_with_every_file_that_compiling_can_reach(tmp_path: Path
     shutil.copytree(toolchain.PACKAGE, copy)
     first = toolchain.source_hash(copy)
     reached = [p for p in copy.rglob("*.py") if p.relative_to(copy).parts[0] not in ("emulator", "testing")]
-    known = ("graph/gradient.py", "analysis/solve.py", "backends/fused/plan.py", "backends/hopper/forward.py")
+    known = ("graph/gradient.py", "analysis/solve.py", "backends/fused/planning/plan.py", "backends/hopper/forward.py")
     assert {copy / name for name in known} < set(reached)
     unseen = []
     for path in reached:
@@ -44,8 +44,9 @@ def test_the_key_changes_with_every_file_that_compiling_can_reach(tmp_path: Path
 def test_planning_and_gradients_reach_nothing_that_the_key_leaves_out() -> None:
     # with no kernel language: what plans and graphs import; tests/compile asks the same of compiling itself
     code = (
-        "import sys, torch, composattn as ca; from composattn.backends.fused import plan_backward, toolchain;"
-        "from composattn.backends.fused.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
+        "import sys, torch, composattn as ca; from composattn.backends.fused.compiling import toolchain;"
+        "from composattn.backends.fused.planning import plan_backward;"
+        "from composattn.backends.fused.tiles.target import HOPPER; q = torch.empty(1, 1, 64, 64, dtype=torch.float16);"
         "attn = ca.Attention(score_mod=ca.mods.softcap(3.0));"
         "plan_backward.plan_backward(ca.call.problem.Problem.of(q, q, q), attn.program, HOPPER);"
         "files = {m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'composattn'};"

@@ -88,7 +88,7 @@ def test_the_benchmarks_that_it_runs_are_there_and_have_gradients_where_these_ar
 
 FAKED = """
 import dataclasses, sys, torch
-from composattn.backends.fused.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 ARCHITECTURES["blackwell"] = dataclasses.replace(ARCHITECTURES["blackwell"], max_gradient_dim=0)
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda device=None: (10, 0)

@@ -17,9 +17,9 @@ from benchmarks.candidates import class_of_case
 from benchmarks.shapes import drawn
 from benchmarks.sweep import of_forms
 from composattn.analysis.program import Program
-from composattn.backends.fused.call import FusedCall
-from composattn.backends.fused.call_class import BANDS, BEYOND, CallClass
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.call_class import BANDS, BEYOND, CallClass
+from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
 from composattn.backends.hopper.forward_table import TABLE, Measured, Row, row_of, serves
 from composattn.call.problem import Layout, Problem

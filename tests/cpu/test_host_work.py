@@ -28,15 +28,14 @@ from benchmarks.host_work import (
     without_kernels,
 )
 from composattn.analysis.refreshed import distrusting
-from composattn.backends.fused import captured
-from composattn.backends.fused.arguments import (
+from composattn.backends.fused.planning.arguments import (
     ForwardArguments,
     MainArguments,
     PostprocessArguments,
     PreprocessArguments,
 )
-from composattn.backends.fused.bulk import tidy
-from composattn.backends.fused.captured import Standing
+from composattn.backends.fused.running.bulk import tidy
+from composattn.backends.fused.running.captured import Standing
 from composattn.graph import copies as tables
 from composattn.graph.lent import Lending, lend
 from composattn.mods import alibi, causal, document, sliding_window

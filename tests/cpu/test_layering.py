@@ -45,7 +45,7 @@ OF_ONE_ARCHITECTURE = re.compile(
 BELOW_THE_SEAM = (
     "composattn.backends.hopper",
     "composattn.backends.blackwell",
-    "composattn.backends.fused.target",  # facts of each GPU
+    "composattn.backends.fused.tiles.target",  # facts of each GPU
     "composattn.emulator",  # runs what was generated for a target, by the names in its PTX
 )
 
@@ -120,9 +120,14 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "modules_named_at_run_time_are_those_of_the_command_line": (
         imports_by_a_name_of_run_time,
-        File("composattn.backends.fused.plan", "importlib.import_module(f'composattn.backends.{name}.tiling')"),
+        File(
+            "composattn.backends.fused.planning.plan", "importlib.import_module(f'composattn.backends.{name}.tiling')"
+        ),
     ),
-    "every_file_says_what_it_owns": (says_what_it_owns, File("composattn.backends.fused.plan", "import torch")),
+    "every_file_says_what_it_owns": (
+        says_what_it_owns,
+        File("composattn.backends.fused.planning.plan", "import torch"),
+    ),
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.passes import switches
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import plan_backward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.compiling.passes import switches
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score

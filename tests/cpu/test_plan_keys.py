@@ -12,9 +12,9 @@ import torch
 
 from composattn.analysis.program import Program
 from composattn.analysis.strips import Strips
-from composattn.backends.fused.plan import Plan, TiledPlan
-from composattn.backends.fused.target import HOPPER
-from composattn.backends.fused.tiling import Tiling
+from composattn.backends.fused.planning.plan import Plan, TiledPlan
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.fused.tiles.tiling import Tiling
 from composattn.graph.content import content
 from composattn.graph.expr import Expr, index
 from composattn.mods import causal

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, document, neighborhood, sliding_window
 from composattn.mods.mask import Mask

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from composattn.backends.fused import scratch
-from composattn.backends.fused.scratch import LIMIT, SMALL, Scratch
+from composattn.backends.fused.running import scratch
+from composattn.backends.fused.running.scratch import LIMIT, SMALL, Scratch
 
 
 def of_size(numbers: int = 64) -> Scratch:

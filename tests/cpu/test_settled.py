@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from benchmarks.host_work import copied, without_kernels
-from composattn.backends.fused import call as fused_call
-from composattn.backends.fused.arguments import ForwardArguments, MainArguments
+from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments
+from composattn.backends.fused.running import call as fused_call
 from composattn.errors import GradientUnsupported
 from composattn.mods import alibi, causal, document
 

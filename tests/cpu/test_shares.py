@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, softcap
 from composattn.primitives.equal_shares import EqualShares

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from composattn.analysis.derived import refresh
 from composattn.analysis.program import Program
-from composattn.backends.fused import stretches
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.stretches import SHORT, Stretches, most_stretches, runs, stretches_of
-from composattn.backends.fused.target import HOPPER
-from composattn.backends.fused.work import stretch_tables
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.tiles import stretches
+from composattn.backends.fused.tiles.stretches import SHORT, Stretches, most_stretches, runs, stretches_of
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.fused.tiles.work import stretch_tables
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES
 from composattn.mods import causal, document, sliding_window

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.bulk import tidy
-from composattn.backends.fused.launch import memory_like
+from composattn.backends.fused.running.bulk import tidy
+from composattn.backends.fused.running.launch import memory_like
 from composattn.call.strides import in_order_of, ordered
 from composattn.mods import causal
 from tests.support import has_kernel_toolchain

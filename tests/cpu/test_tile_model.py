@@ -16,8 +16,8 @@ from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, bu
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
 from composattn.backends.blackwell.backward_tiling import CLOCKS, WIDE_ALONE, WIDE_PAIRED, WIDEST
-from composattn.backends.fused import disk_cache
-from composattn.backends.fused.inspect import Instruction, disassembled
+from composattn.backends.fused.compiling import disk_cache
+from composattn.backends.fused.compiling.inspect import Instruction, disassembled
 
 B200 = TARGETS["sm_100a"]
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 import composattn as ca
 from composattn.analysis.program import Program
-from composattn.backends.fused.widened import widened
+from composattn.backends.fused.rewrites.widened import widened
 from composattn.call.problem import Problem
 from composattn.graph.expr import DType, walk
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window

@@ -9,7 +9,7 @@ import torch
 
 from composattn.analysis.bands import EVERYTHING, TileInterval, tile_intervals
 from composattn.analysis.tile_lists import Extent, KeyLists
-from composattn.backends.fused.work import WorkTables, ascends, work_tables
+from composattn.backends.fused.tiles.work import WorkTables, ascends, work_tables
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Order
 from composattn.call.sequences import NO_SEQUENCES, Sequences

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused import counter
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import HOPPER
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running import counter
+from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, sliding_window, softcap
 from tests.support import gpu_backend, poison_cuda_memory

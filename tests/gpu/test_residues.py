@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused import residues
+from composattn.backends.fused.rewrites import residues
 from composattn.mods import causal, dilated_window
 from composattn.testing.tolerance import Case, check
 from tests.support import gpu_backend, outlier_normal

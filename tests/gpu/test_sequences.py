@@ -16,7 +16,7 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.backends.fused import compile as compiled
+from composattn.backends.fused.compiling import compile as compiled
 from composattn.mods import alibi, causal, neighborhood, sliding_window
 from composattn.testing import FUSED, check, make_paged_case, make_varlen_case, random_case
 from composattn.testing.tolerance import Case

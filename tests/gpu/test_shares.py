@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.plan import plan_forward
-from composattn.backends.fused.target import Target
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.target import Target
 from composattn.call.problem import Problem
 from tests.support import gpu_backend, poison_cuda_memory
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused import strips
+from composattn.backends.fused.rewrites import strips
 from composattn.mods import neighborhood
 from composattn.testing.tolerance import Case, check
 from tests.support import gpu_backend, outlier_normal

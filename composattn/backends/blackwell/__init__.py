@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from ..fused.architecture import Architecture, Kernel
-from ..fused.target import BLACKWELL
+from ..fused.tiles.architecture import Architecture, Kernel
+from ..fused.tiles.target import BLACKWELL
 from .backward_tiling import backward_tiling
 from .tiling import forward_tiling
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
-    from ..fused.kernels.combine import Combine
-    from ..fused.kernels.preprocess import Preprocess
+    from ..fused.kernels.around.combine import Combine
+    from ..fused.kernels.around.preprocess import Preprocess
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
     from .backward_query_pair import BlackwellBackwardQueryPair

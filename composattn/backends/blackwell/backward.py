@@ -8,10 +8,10 @@ from cutlass import const_expr
 from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.pipelines import Slot
 from ..fused.kernels.backward import Backward
-from ..fused.kernels.dq_rows import DqRows
 from ..fused.kernels.dq_semaphore import DqSemaphore
-from ..fused.kernels.key_rows import KeyRows
-from ..fused.plan_backward import BackwardPlan
+from ..fused.kernels.unit_memory.dq_rows import DqRows
+from ..fused.kernels.unit_memory.key_rows import KeyRows
+from ..fused.planning.plan_backward import BackwardPlan
 from .backward_products import Products
 from .backward_tiling import BlackwellBackwardTiling
 from .key_tile import Block, Layouts

@@ -12,7 +12,7 @@ from ...primitives.kv_source import partition
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
-from ..fused.kernels.pair_rows import Moving, PairDqRows, PairRows
+from ..fused.kernels.unit_memory.pair_rows import Moving, PairDqRows, PairRows
 from .backward import BlackwellBackward
 from .backward_products import Steps
 from .key_tile import Block

@@ -7,7 +7,7 @@ from cutlass import Int32
 from ...primitives.pipelines import Slot
 from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Bundle
-from ..fused.kernels.key_products import KeyProducts
+from ..fused.kernels.unit_memory.key_products import KeyProducts
 from .key_tile import Block
 from .tcgen05 import Operand, after_wait, instruction, multiply
 from .tensor_memory import GROUPS, Columns

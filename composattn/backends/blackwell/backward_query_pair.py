@@ -15,8 +15,8 @@ from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Bundle
-from ..fused.kernels.query_pairs import AddedDqRows, QueryPairRows
-from ..fused.plan_backward import BackwardPlan
+from ..fused.kernels.unit_memory.query_pairs import AddedDqRows, QueryPairRows
+from ..fused.planning.plan_backward import BackwardPlan
 from .backward_pair import BlackwellBackwardPair
 from .backward_products import Steps
 from .backward_tiling import PIECE, QueryPairTiling

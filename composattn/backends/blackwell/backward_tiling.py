@@ -9,11 +9,11 @@ from typing import ClassVar
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.backward_heads import section_tiles
-from ..fused.sharing import sharing_of
-from ..fused.target import Target
-from ..fused.tiling import RowBackwardTiling
-from ..fused.traits import padded, reads_pairs, sees_score, sums_by
+from ..fused.planning.backward_heads import section_tiles
+from ..fused.planning.sharing import sharing_of
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import RowBackwardTiling
+from ..fused.tiles.traits import padded, reads_pairs, sees_score, sums_by
 from .roles import REGISTERS, WARPGROUP
 from .tensor_memory import (
     GROUPS,

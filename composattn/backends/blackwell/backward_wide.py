@@ -2,8 +2,8 @@
 
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.pipelines import Slot
-from ..fused.kernels.query_lanes import QueryLanes
-from ..fused.plan_backward import BackwardPlan
+from ..fused.kernels.unit_memory.query_lanes import QueryLanes
+from ..fused.planning.plan_backward import BackwardPlan
 from .backward import BlackwellBackward
 from .backward_products import At, Products
 from .backward_tiling import BlackwellBackwardTiling

@@ -7,7 +7,7 @@ from cutlass import const_expr
 from ...primitives.block_pair import PairWarps
 from ...primitives.pipelines import BoundEdge, Edge, Slot
 from ...primitives.tile_queue import TileQueue
-from ..fused.kernels.pair_rows import StripRows
+from ..fused.kernels.unit_memory.pair_rows import StripRows
 from .backward_pair import BlackwellBackwardPair, PairBlock, PairProducts
 from .roles import WARPGROUP
 from .tcgen05 import after_wait

@@ -13,7 +13,7 @@ import torch
 from ...analysis.program import Program
 from ...graph.expr import Expr, Rate, walk
 from ...primitives.exponential_units import ExponentialUnits
-from ..fused.target import Target
+from ..fused.tiles.target import Target
 
 PERIOD = 32  # columns, which every tile and both parts of its probabilities are made of
 # Of the matrix unit's time that exponentials may take, as they wait for a maximum first: with a quarter to an eighth by

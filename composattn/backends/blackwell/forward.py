@@ -11,13 +11,13 @@ from ...primitives.emit_tiles import BandTiles, Shared
 from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
 from ...primitives.values import choose
-from ..fused.kernels.correction import Correction
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call, Work
-from ..fused.kernels.multiply import Multiply
-from ..fused.kernels.softmax_rows import Softmax
-from ..fused.kernels.tile_copies import Load, Store
-from ..fused.plan import ForwardPlan
+from ..fused.kernels.unit_memory.correction import Correction
+from ..fused.kernels.unit_memory.multiply import Multiply
+from ..fused.kernels.unit_memory.softmax_rows import Softmax
+from ..fused.kernels.unit_memory.tile_copies import Load, Store
+from ..fused.planning.plan import ForwardPlan
 from .block import Block
 from .products import Products
 from .take_over import ask_until_none_is_left

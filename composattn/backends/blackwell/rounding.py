@@ -5,10 +5,10 @@ from typing import Any
 import cutlass.cute as cute
 
 from ...primitives.register_chunks import THREADS
-from ..fused.kernels.backward_gather import RowGather
-from ..fused.kernels.postprocess import COLUMNS, RowPostprocess
+from ..fused.kernels.around.backward_gather import RowGather
+from ..fused.kernels.around.postprocess import COLUMNS, RowPostprocess
 from ..fused.kernels.rounding import LineSums, RowSums, Sums
-from ..fused.plan_backward import PostprocessPlan
+from ..fused.planning.plan_backward import PostprocessPlan
 from .backward_tiling import BlackwellBackwardTiling, PairBackwardTiling, QueryPairTiling, WideBackwardTiling
 from .tiling import ROWS
 

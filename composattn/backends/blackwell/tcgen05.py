@@ -153,7 +153,7 @@ def after_wait() -> None:
 
 
 class Lane(Fixed):
-    """The lane of tensor memory of a thread of `warp`; see `composattn.backends.fused.kernels.matrix_memory`."""
+    """The lane of tensor memory of a thread of `warp`; see `fused.kernels.unit_memory.matrix_memory`."""
 
     def __init__(self, memory: Int32, warp: Int32) -> None:
         self.address = memory + ((warp & 3) << 21)

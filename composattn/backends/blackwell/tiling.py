@@ -6,10 +6,10 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.few_queries import packed_heads
-from ..fused.target import Target
-from ..fused.tiling import RowForwardTiling, invariant_keys, slots
-from ..fused.traits import padded, queries, reads_pairs
+from ..fused.planning.few_queries import packed_heads
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
+from ..fused.tiles.traits import padded, queries, reads_pairs
 from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from ..fused.architecture import Architecture, Kernel
-from ..fused.target import HOPPER
+from ..fused.tiles.architecture import Architecture, Kernel
+from ..fused.tiles.target import HOPPER
 from .backward_choice import backward_tiling
 from .forward_choice import forward_tiling, forward_words
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
-    from ..fused.kernels.combine import Combine
-    from ..fused.kernels.preprocess import Preprocess
+    from ..fused.kernels.around.combine import Combine
+    from ..fused.kernels.around.preprocess import Preprocess
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair

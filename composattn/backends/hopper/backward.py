@@ -18,9 +18,9 @@ from ...primitives.register_chunks import add_chunks_if, first_number, store_par
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
-from ..fused.kernels.dq_sender import DqSender
 from ..fused.kernels.key_tile import KeyTile
-from ..fused.plan_backward import BackwardPlan
+from ..fused.kernels.registers.dq_sender import DqSender
+from ..fused.planning.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
 from .key_tile import Block, KeyWarpgroup, Layouts, queries_first

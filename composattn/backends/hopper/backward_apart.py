@@ -7,8 +7,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.register_chunks import add_part
 from ..fused.kernels.dq_semaphore import DqSemaphore
-from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
+from ..fused.kernels.registers.groups import Group
 from .backward_tiling import HopperBackwardTiling
 from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
 from .dq import DqPart

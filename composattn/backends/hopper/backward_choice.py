@@ -8,12 +8,12 @@ import math
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.backward_heads import SHORT, TOGETHER, section_tiles
-from ..fused.coverage import all_are_seen, differ
-from ..fused.cut import MANY
-from ..fused.order import queries_of_a_key
-from ..fused.target import Target
-from ..fused.traits import has_opaque_test, padded, reads_any, sums_by
+from ..fused.planning.backward_heads import SHORT, TOGETHER, section_tiles
+from ..fused.planning.coverage import all_are_seen, differ
+from ..fused.planning.cut import MANY
+from ..fused.tiles.order import queries_of_a_key
+from ..fused.tiles.target import Target
+from ..fused.tiles.traits import has_opaque_test, padded, reads_any, sums_by
 from .backward_keys_apart import KeysApart
 from .backward_tiling import ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
 

@@ -10,11 +10,19 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
-from ..fused.backward_heads import MANY_HEADS, SHORT, TOGETHER, are_short, bytes_together, heads_of, section_tiles
-from ..fused.coverage import differ, end_together, has_documents_apart, has_whole_documents
-from ..fused.order import queries_of_a_key
-from ..fused.target import Target
-from ..fused.traits import (
+from ..fused.planning.backward_heads import (
+    MANY_HEADS,
+    SHORT,
+    TOGETHER,
+    are_short,
+    bytes_together,
+    heads_of,
+    section_tiles,
+)
+from ..fused.planning.coverage import differ, end_together, has_documents_apart, has_whole_documents
+from ..fused.tiles.order import queries_of_a_key
+from ..fused.tiles.target import Target
+from ..fused.tiles.traits import (
     bounds_queries,
     has_costly_test,
     has_opaque_test,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from ..fused.tiling import BackwardTiling
-from ..fused.written import Written
+from ..fused.tiles.tiling import BackwardTiling
+from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
 
@@ -31,7 +31,7 @@ class HopperBackwardTiling(BackwardTiling):
     matrix unit reads only the others from shared memory.
     `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
-    `written`: how products are, see `fused/written.py`.
+    `written`: how products are, see `fused/tiles/written.py`.
     """
 
     warpgroups: ClassVar[int] = 2

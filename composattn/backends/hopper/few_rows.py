@@ -6,10 +6,10 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.few_queries import time_of
-from ..fused.target import Target
-from ..fused.tiling import key_tiles, slots
-from ..fused.traits import padded, queries, reads_along_keys, tiles_are_equal
+from ..fused.planning.few_queries import time_of
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import key_tiles, slots
+from ..fused.tiles.traits import padded, queries, reads_along_keys, tiles_are_equal
 from .forward_forms import PAGE_REGISTERS, kernel_of, keys_in_order, tiling_of
 from .tiling import EIGHT_ROWS, EVEN_STAGES, ROWS, HopperTiling, in_equal_shares
 

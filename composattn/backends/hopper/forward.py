@@ -18,9 +18,9 @@ from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
 from ..fused.kernels.forward_call import Call
-from ..fused.kernels.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
-from ..fused.kernels.guessing_rows import GuessingRows
-from ..fused.plan import ForwardPlan
+from ..fused.kernels.registers.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
+from ..fused.kernels.registers.guessing_rows import GuessingRows
+from ..fused.planning.plan import ForwardPlan
 from .tiling import SUMS, HopperTiling
 from .wgmma import (
     MN,

@@ -9,10 +9,10 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.lag import NO_LAG
-from ..fused.stretches import falls_apart
-from ..fused.target import Target
-from ..fused.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
-from ..fused.traits import (
+from ..fused.tiles.stretches import falls_apart
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
+from ..fused.tiles.traits import (
     bytes_at_pairs,
     changes_weights,
     has_bounded_documents,
@@ -25,7 +25,7 @@ from ..fused.traits import (
     sees_at_most,
     tiles_are_equal,
 )
-from ..fused.written import Written
+from ..fused.tiles.written import Written
 from .maxima import lag_of
 from .tiling import FROM_FIRST, GUESSING, ROWS, HopperTiling
 

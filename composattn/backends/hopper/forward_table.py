@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from ..fused.call_class import BEYOND, CallClass, LayoutKind, Mask, Mods, Order, Work
+from ..fused.planning.call_class import BEYOND, CallClass, LayoutKind, Mask, Mods, Order, Work
 
 
 @dataclasses.dataclass(frozen=True)

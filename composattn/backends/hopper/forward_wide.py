@@ -14,8 +14,8 @@ from ...primitives.pipelines import BoundEdge, Copies, Edge
 from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed, choose, narrowed, permuted
 from ..fused.kernels.forward import Role
-from ..fused.kernels.output_rows import OutputRows, RowGroup
-from ..fused.plan import ForwardPlan
+from ..fused.kernels.registers.output_rows import OutputRows, RowGroup
+from ..fused.planning.plan import ForwardPlan
 from .forward import WarpgroupForward
 from .wgmma import MN, ROWS, WARPGROUP, WarpgroupProducts, fragment_shape, issue, product, put, warps_of
 from .wide_tiling import GROUPS, SLICE, STAGE, WideTiling

@@ -12,9 +12,9 @@ from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
-from ..fused.kernels.dq_sender import AHEAD
-from ..fused.kernels.groups import Group
 from ..fused.kernels.key_tile import KeyGroup
+from ..fused.kernels.registers.dq_sender import AHEAD
+from ..fused.kernels.registers.groups import Group
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns
 from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, warps_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...call.problem import Problem
 from ...primitives.lag import Lag
-from ..fused.traits import keys
+from ..fused.tiles.traits import keys
 
 # With outliers, errors by sums are 1.00 to 1.01 of those with no lag, by 2^8 whatever sums are 1.06 to 1.13, by 2^3
 # 1.02 to 1.04. Of N(0, 1) a warp is rescaled in one tile of 50 and less, in causal calls of 2k in one of 7 to 10; twice

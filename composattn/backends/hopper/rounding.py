@@ -3,9 +3,9 @@
 import cutlass.cute as cute
 
 from ...primitives.swizzled_tiles import tile_layout
-from ..fused.kernels.backward_gather import BackwardGather
-from ..fused.kernels.postprocess import Postprocess
-from ..fused.plan_backward import GatherPlan, PostprocessPlan
+from ..fused.kernels.around.backward_gather import BackwardGather
+from ..fused.kernels.around.postprocess import Postprocess
+from ..fused.planning.plan_backward import GatherPlan, PostprocessPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns, dq_part, dq_product
 from .wgmma import MN, ROWS, WarpgroupSums, product

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Literal
 
 from ...primitives.lag import Lag
-from ..fused.target import HOPPER
-from ..fused.tiling import STATISTICS, ForwardTiling
-from ..fused.written import Written
+from ..fused.tiles.target import HOPPER
+from ..fused.tiles.tiling import STATISTICS, ForwardTiling
+from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
 # Stages of K and V in each of several blocks of few queries: with more, a multiprocessor's only block is far ahead of
@@ -31,7 +31,7 @@ class HopperTiling(ForwardTiling):
     stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
     all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_wait`: behind which
     of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
-    compiler likes, which may be before any. `written`: how products are, see `fused/written.py`.
+    compiler likes, which may be before any. `written`: how products are, see `fused/tiles/written.py`.
     """
 
     stages: int

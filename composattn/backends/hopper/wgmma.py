@@ -12,8 +12,8 @@ from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
 from ...primitives.whole_products import Instruction, multiply
-from ..fused.kernels.output_rows import OutputProducts
-from ..fused.written import Written
+from ..fused.kernels.registers.output_rows import OutputProducts
+from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
 DEPTH = 16  # numbers of a row that a step of a product sums

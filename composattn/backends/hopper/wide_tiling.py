@@ -7,10 +7,10 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.lag import Lag
-from ..fused.few_queries import packed_heads
-from ..fused.target import Target
-from ..fused.tiling import ForwardTiling
-from ..fused.traits import reads_pairs
+from ..fused.planning.few_queries import packed_heads
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import ForwardTiling
+from ..fused.tiles.traits import reads_pairs
 from .maxima import BY_SUMS_WIDEST, lag_of
 
 ROWS = 64  # of one warpgroup's product

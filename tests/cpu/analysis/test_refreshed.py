@@ -13,7 +13,7 @@ import composattn as ca
 from composattn.analysis.program import Program
 from composattn.analysis.refreshed import Refreshed, distrusting, no_caching, version
 from composattn.analysis.tile_lists import Extent, KeyLists
-from composattn.backends.fused.work import WorkTables
+from composattn.backends.fused.tiles.work import WorkTables
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES
 

@@ -17,7 +17,7 @@ from composattn.analysis.refreshed import Refreshed
 from composattn.analysis.streams import DEFAULT_STREAM, Streams, is_capturing
 from composattn.analysis.tile_lists import Extent, KeyLists
 from composattn.analysis.windows import Windows, range_extreme
-from composattn.backends.fused.work import MOST_TABLES, WorkTables
+from composattn.backends.fused.tiles.work import MOST_TABLES, WorkTables
 from composattn.call.problem import Layout, Problem
 from composattn.call.sequences import Sequences
 from composattn.graph.expr import Capture, captures, index

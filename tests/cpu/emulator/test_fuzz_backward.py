@@ -55,7 +55,7 @@ class GradientCall:
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
-        from composattn.backends.fused.emulated import emulating
+        from composattn.backends.fused.running.emulated import emulating
 
         attention = functools.partial(ca.attention, backend=backend, deterministic=self.in_order)
         found = []

@@ -82,7 +82,7 @@ class Call:
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
-        from composattn.backends.fused.emulated import emulating
+        from composattn.backends.fused.running.emulated import emulating
 
         case, found = self.case, []
         names = ("out", "lse", "max_scores") if self.max_scores else ("out", "lse")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.target import BLACKWELL, HOPPER, Target
+from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
@@ -70,7 +70,7 @@ class Calls:
         self.arguments: dict[str, list[Any]] = {}
 
     def kernel_of(self, plan: Any) -> Callable[..., None]:
-        from composattn.backends.fused.emulated import EmulatedKernel
+        from composattn.backends.fused.running.emulated import EmulatedKernel
 
         kernel = self.kernels[plan.step] = EmulatedKernel(plan)
 
@@ -85,8 +85,8 @@ def forward_trial(
     dim: int, *shape: int, target: Target = HOPPER, align: str = "top_left", first_key: float = 1.0
 ) -> tuple[str, Trial]:
     """Under a causal mask. `first_key`, a factor: with a large one maxima rise at the last tile, and O is rescaled."""
-    from composattn.backends.fused.launch import ForwardLauncher
-    from composattn.backends.fused.plan import plan_forward
+    from composattn.backends.fused.planning.plan import plan_forward
+    from composattn.backends.fused.running.launch import ForwardLauncher
 
     q, k, v, _ = _inputs(dim, *shape)
     k[:, :, 0] *= first_key
@@ -100,9 +100,9 @@ def forward_trial(
 def backward_trial(
     dim: int, *shape: int, target: Target = FEW, blocks: int = 1, v_dim: int | None = None
 ) -> tuple[str, Trial]:
-    from composattn.backends.fused.arguments import MainArguments
-    from composattn.backends.fused.launch_backward import BackwardLauncher
-    from composattn.backends.fused.plan_backward import COUNTER, plan_backward
+    from composattn.backends.fused.planning.arguments import MainArguments
+    from composattn.backends.fused.planning.plan_backward import COUNTER, plan_backward
+    from composattn.backends.fused.running.launch_backward import BackwardLauncher
 
     q, k, v, dout = _inputs(dim, *shape, v_dim=v_dim)
     program = ca.Attention(mask_mod=causal()).program

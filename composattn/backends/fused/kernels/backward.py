@@ -24,10 +24,10 @@ from ....primitives.seqlen import Rows, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
-from ..architecture import Kernel
-from ..arguments import MainArguments, PiecesArguments
-from ..plan_backward import COUNTER, AnyTiling, BackwardPlan
-from ..tiling import BackwardTiling
+from ..planning.arguments import MainArguments, PiecesArguments
+from ..planning.plan_backward import COUNTER, AnyTiling, BackwardPlan
+from ..tiles.architecture import Kernel
+from ..tiles.tiling import BackwardTiling
 from .dq_claims import DqClaims
 from .dq_clearing import DqClearing
 from .key_tile import KeyTile

@@ -17,9 +17,9 @@ from ....primitives.kv_tiles import TileSequence
 from ....primitives.pipelines import BoundEdge
 from ....primitives.score_tile import FragmentShape
 from ....primitives.values import Fixed
-from ..architecture import Kernel
-from ..arguments import ForwardArguments
-from ..plan import AnyForwardTiling, ForwardPlan
+from ..planning.arguments import ForwardArguments
+from ..planning.plan import AnyForwardTiling, ForwardPlan
+from ..tiles.architecture import Kernel
 from .forward_call import Call, Work, launched
 
 

@@ -20,8 +20,8 @@ from ....primitives.strip_rows import StripRows, in_copies
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
-from ..arguments import ForwardArguments
-from ..plan import ForwardPlan
+from ..planning.arguments import ForwardArguments
+from ..planning.plan import ForwardPlan
 
 
 class Operands(NamedTuple):

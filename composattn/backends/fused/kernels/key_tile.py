@@ -16,7 +16,7 @@ from ....primitives.register_chunks import add_part
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.seqlen import Sequence
 from ....primitives.values import Fixed, move
-from ..tiling import BackwardTiling
+from ..tiles.tiling import BackwardTiling
 
 
 @dataclasses.dataclass

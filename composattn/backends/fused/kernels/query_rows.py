@@ -15,8 +15,8 @@ from ....primitives.online_softmax import OnlineSoftmax
 from ....primitives.score_tile import FragmentShape, ScoreTile
 from ....primitives.values import Fixed, choose
 from ....primitives.visible_words import hide, hide_of_rows, rows_words, rows_words_by_mask, visible_words
-from ..plan import AnyForwardTiling
-from ..traits import reads_by
+from ..planning.plan import AnyForwardTiling
+from ..tiles.traits import reads_by
 from .forward_call import Call, Work
 
 

@@ -1,0 +1,180 @@
+"""Before the backward kernel: statistics of query rows, padded to whole tiles, and an empty sum for dQ."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from .....primitives.delta import row_statistics
+from .....primitives.exponential import exp2
+from .....primitives.lanes import add, neighbours, over_lanes
+from .....primitives.padded_tiles import (
+    PaddedTiles,
+    claims_of,
+    cleared_of,
+    counter_of,
+    statistics_of,
+)
+from .....primitives.query_blocks import QueryBlocks
+from .....primitives.register_chunks import clear
+from .....primitives.seqlen import rows_of
+from .....primitives.values import aligned, choose, move, permuted
+from ...planning.arguments import PreprocessArguments
+from ...planning.plan_backward import COUNTER, PreprocessPlan
+from ...tiles.architecture import Kernel
+from .sink_sums import SinkSums
+
+THREADS = 512
+ELEMENTS = 8  # of a row, a thread and load: 16 bytes
+
+
+class Preprocess(Kernel):
+    """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
+
+    `lanes` neighbouring threads share a row, 16 bytes each. Where sinks get a gradient, blocks leave shares of it.
+    """
+
+    arguments = PreprocessArguments
+
+    def __init__(self, plan: PreprocessPlan):
+        self.plan, self.tiling = plan, plan.tiling
+        chunks = -(-plan.head_dim_v // ELEMENTS)
+        self.lanes = min(32, 1 << (chunks - 1).bit_length())
+        self.passes = -(-chunks // self.lanes)
+
+    @cute.jit
+    def __call__(self, stream, *arguments):
+        given = self.arguments(*arguments)
+        queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
+        out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
+        if const_expr(not self.plan.layout.is_dense):
+            out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
+        statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
+        counter = counter_of(given.workspace)
+        tile_m = self.tiling.tile_m
+        flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
+        cleared = cleared_of(*flags) if self.tiling.clears else None
+        claims = claims_of(*flags, parts) if parts else None
+        sinks = SinkSums.of(self.plan, given)
+        written = statistics, dq_accum, counter, cleared, claims
+        self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
+            grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
+        blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
+        cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
+        if const_expr(self.tiling.persistent):
+            _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
+        if const_expr(cleared is not None):
+            _clear_of_head(cleared, blocks, self.plan.has_stretches)
+            handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
+            _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
+        if const_expr(claims is not None):
+            _clear_of_tile(claims, blocks)
+        tile, head, b = blocks.tile()
+        sink = None if sinks is None else sinks.of_rows(blocks, head, b)
+        share = Float32(0.0)
+        if const_expr(work is None):
+            place = queries.sequence(b), tile, head, b
+            share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
+        else:
+            if b >= 0:
+                place = queries.sequence(b).within(blocks.stretch()), tile, head, b
+                share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
+        if const_expr(sinks is not None):
+            sinks.leave(blocks, share, head, b, THREADS)
+
+    @cute.jit
+    def prepare(self, out, dout, lse, dlse, sink, statistics, dq_accum, sequence, tile, head, b):
+        """Gives the shares of a sink's gradient that a thread's rows have, less the sign."""
+        thread = cute.arch.thread_idx()[0]
+        padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
+        out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
+        member = thread % self.lanes
+        at_once = THREADS // self.lanes
+        rows = []
+        for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
+            local = step * at_once + thread // self.lanes
+            of_tiles = tile * self.tiling.tile_m + local
+            q = sequence.from_start(of_tiles)
+            inside = (q < sequence.end) & (local < self.tiling.tile_m)
+            product = Float32(0.0)
+            for chunk in cutlass.range_constexpr(self.passes):
+                column = (chunk * self.lanes + member) * ELEMENTS
+                product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
+            row_lse = _load_statistic(lse, q, inside, -Float32.inf)
+            row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
+            rows.append((of_tiles, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
+        if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
+            numbers = self.tiling.tile_m * self.tiling.d
+            clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
+        first = padded.first * self.tiling.tile_m
+        found = [statistics[kind, padded.b, head, None] for kind in range(2)]
+        share = Float32(0.0)
+        for step in cutlass.range_constexpr(len(rows)):
+            of_tiles, mine, row_lse, product, row_dlse = rows[step]
+            log2, delta = row_statistics(row_lse, over_lanes(add, product, neighbours(self.lanes)), row_dlse)
+            _store_if(mine, found, first + of_tiles, (log2, delta))
+            if const_expr(sink is not None):  # 2^(sink - inf) is 0
+                share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
+        return share
+
+
+def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, inside: Boolean) -> Float32:
+    """Products of one thread's elements of a row, summed; 0 where not `inside`."""
+    # no branch, so that the loads of all rows are under way at once: what lies outside reads the first row
+    q, column = choose(inside, q, 0), choose(inside, column, 0)
+    parts = []
+    for tensor in (out, dout):
+        row = tensor[q, None]
+        registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
+        move(cute.make_tensor(aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
+        parts.append(registers)
+    product = Float32(0.0)
+    for e in range(ELEMENTS):
+        product = product + parts[0][e].to(Float32) * parts[1][e].to(Float32)
+    return choose(inside, product, Float32(0.0))
+
+
+def _load_statistic(tensor: cute.Tensor, q: Int32, inside: Boolean, else_: Float32) -> Float32:
+    # under way with the loads of rows: behind their sum it is a second wait (0.3 to 0.8 us of 39 to 48 at 1k, H200)
+    return choose(inside, tensor[choose(inside, q, 0)], else_)
+
+
+def _is_first(blocks: QueryBlocks) -> Boolean:
+    x, y, z = blocks.place()
+    return (x == 0) & (y == 0) & (z == 0)
+
+
+@cute.jit
+def _clear_if(counter: cute.Tensor, condition: Boolean):
+    if condition:
+        counter[0] = Int32(0)
+
+
+@cute.jit
+def _clear_of_head(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], in_stretches: cutlass.Constexpr[bool]):
+    """That no tile of a head is cleared yet, or complete; of stretches a block for each sequence says so."""
+    x, head, entry = blocks.place()
+    does = x == 0
+    if const_expr(in_stretches):
+        entry, does = x, x < flags.shape[0]
+    if does & (cute.arch.thread_idx()[0] == 0):
+        flags[entry, head] = Int32(0)
+
+
+@cute.jit
+def _clear_of_tile(claims: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
+    """That nobody was at a tile of dQ yet."""
+    tile, head, entry = blocks.place()
+    thread = cute.arch.thread_idx()[0]
+    if thread < claims.shape[3]:
+        claims[entry, head, tile, thread] = Int32(0)
+
+
+@cute.jit
+def _store_if(condition: Boolean, targets, at: Int32, values):
+    if condition:
+        for target, value in zip(targets, values, strict=True):
+            target[at] = value

@@ -1,0 +1,314 @@
+"""What each generated kernel is called with: names, order and form of its arguments.
+
+A record of the kernel's arguments holds `TensorForm`s and `NumberForm`s where a plan describes them (`of`), what stands
+for those where the kernel is compiled (`fake`), torch's tensors where it is launched, and the DSL's inside of its host
+function. None is what the plan has not. The kernel itself takes a record's fields one by one, as TVM FFI passes tensors
+faster than tuples of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ....call.problem import Layout
+from ....call.sequences import Sequences
+from ....graph.expr import DType
+from ....primitives.stretch_entry import WIDE
+from .plan import CombinePlan, ForwardPlan, TiledPlan
+from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorForm:
+    """A tensor as a kernel is compiled for: its dtype, rank, and what is known of sizes, strides and address.
+
+    `sizes`: a number, or a name that all sizes have which are equal at each call; "" has no equals. `strides`: all
+    "dense" (contiguous), "any", or a number: the last one is 1 and the others are multiples of it. `align`: bytes that
+    the address is a multiple of, None: of an element. `long`: sizes need 64 bits.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[str | int, ...]
+    strides: int | Literal["dense", "any"] = "dense"
+    align: int | None = None
+    long: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberForm:
+    """A number that is given at each call."""
+
+    dtype: DType
+
+
+Form = TensorForm | NumberForm | tuple[Any, ...] | None
+SCALE = NumberForm(DType.FLOAT)
+
+
+class ForwardArguments(NamedTuple):
+    """Of a forward kernel; see `composattn.backends.fused.kernels.forward` for parts of a split."""
+
+    q: Any  # (B, Hq, Sq, D), or packed (total, Hq, D)
+    k: Any  # (B, Hkv, Skv, D), or packed, or pages (pages, Hkv, page_size, D)
+    v: Any  # (B, Hkv, Skv, Dv), likewise
+    out: Any  # (B, Hq, Sq, Dv), or packed; or fp32 parts (splits, B, Hq, Sq, Dv), packed (splits, Hq, total, Dv)
+    lse: Any  # (B, Hq, Sq) fp32, or packed (Hq, total); or of parts
+    max_scores: Any  # as lse
+    scale: Any
+    sequences: Any  # `Sequences`: where packed rows lie, or pages
+    work: Any  # (tiles, 2) int32: b and m of each query tile, in their order; see `primitives.tile_scheduler`
+    captured: Any  # tuple of the tensors that mods read, and lists of tiles
+    scalars: Any  # tuple of the run-time numbers that mods read
+    counter: Any = None  # (1,) int32, zero: from which blocks draw their tiles, then flags of shares; see `counter`
+    left: Any = None  # (blocks * numbers,) fp32: what shares leave, see `composattn.primitives.shares`
+
+    @staticmethod
+    def of(plan: ForwardPlan) -> ForwardArguments:
+        dtype, layout = plan.dtype, plan.layout
+        rows = ("heads", "q_len") if layout.q == "packed" else ("batch", "heads", "q_len")
+        parts = ("splits", *rows) if plan.is_split else rows
+        statistic = TensorForm(torch.float32, parts, 1, align=4)
+        return ForwardArguments(
+            q=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim),
+            k=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim),
+            v=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
+            out=TensorForm(torch.float32, (*parts, plan.head_dim_v), 8, align=16)
+            if plan.is_split
+            else _rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
+            lse=statistic if plan.return_lse or plan.is_split else None,
+            max_scores=statistic if plan.return_max_scores else None,
+            scale=SCALE,
+            sequences=_sequences(layout),
+            work=_work(plan),
+            captured=_captured(plan),
+            scalars=_scalars(plan),
+            counter=TensorForm(torch.int32, (plan.counters,)) if plan.counts else None,
+            left=WORKSPACE if plan.tiling.shares else None,
+        )
+
+
+class CombineArguments(NamedTuple):
+    """Of the kernel that makes one output of parts."""
+
+    parts: Any  # (splits, B, Hq, Sq, Dv) fp32, each normalised by itself
+    part_lse: Any  # (splits, B, Hq, Sq) fp32
+    out: Any  # (B, Hq, Sq, Dv)
+    lse: Any  # (B, Hq, Sq) fp32
+
+    @staticmethod
+    def of(plan: CombinePlan) -> CombineArguments:
+        rows = ("batch", "heads", "q_len")
+        return CombineArguments(
+            parts=TensorForm(torch.float32, ("splits", *rows, plan.head_dim_v), 4, align=16),
+            part_lse=TensorForm(torch.float32, ("splits", *rows), 1, align=16),
+            out=TensorForm(plan.dtype, (*rows, plan.head_dim_v), 8, align=16),
+            lse=TensorForm(torch.float32, rows, 1, align=16) if plan.return_lse else None,
+        )
+
+
+class SinkArguments(NamedTuple):
+    """Of both kernels around a backward that gives a gradient of sinks; see `kernels.sink_sums`."""
+
+    sinks: Any  # (Hq,) as captured, or fp32 (B * Hq,) where each sequence has its own
+    workspace: Any  # as of `MainArguments`, with a share of each block of the kernel before behind all else
+    gradient: Any  # like sinks
+
+
+class PreprocessArguments(NamedTuple):
+    """Of the kernel before a backward: statistics of rows, an empty sum of dQ."""
+
+    out: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
+    dout: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
+    lse: Any  # (B, Hq, Sq) fp32, packed (Hq, total)
+    dlse: Any  # (B, Hq, Sq) fp32, packed (Hq, total)
+    workspace: Any  # as of `MainArguments`
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32
+    sequences: Any  # `Sequences`: where packed rows lie
+    work: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
+    sinks: Any  # `SinkArguments`
+
+    @staticmethod
+    def of(plan: PreprocessPlan) -> PreprocessArguments:
+        of_rows = ("batch", "heads", "q_len") if plan.layout.is_dense else ("heads", "q_len")
+        statistic = TensorForm(torch.float32, of_rows, "any")
+        rows = _rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim_v)
+        return PreprocessArguments(
+            out=rows,
+            dout=rows,
+            lse=statistic,
+            dlse=statistic if plan.has_dlse else None,
+            workspace=WORKSPACE,
+            dq_accum=_dq_accum(plan),
+            sequences=_sequences(plan.layout),
+            work=_work(plan),
+            sinks=_sinks(plan),
+        )
+
+
+class MainArguments(NamedTuple):
+    """Of the kernel that computes dK and dV, and adds up dQ."""
+
+    q: Any  # (B, Hq, Sq, D), packed (total, Hq, D); those that follow alike
+    k: Any  # (B, Hkv, Skv, D)
+    v: Any  # (B, Hkv, Skv, Dv)
+    dout: Any  # (B, Hq, Sq, Dv)
+    workspace: Any  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; see `primitives.padded_tiles`
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+    dk: Any  # (B, Hkv, Skv, D)
+    dv: Any  # (B, Hkv, Skv, Dv)
+    pieces: Any  # of tiles that are cut: `PiecesArguments`
+    turns: Any  # (B, Hq, tiles * sharing) int32, zeros: how many have added to a tile of dQ, or a block's part
+    scale: Any
+    sequences: Any  # `Sequences`: where packed rows lie
+    work: Any  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `primitives.tile_scheduler`
+    captured: Any  # tuple of the tensors that mods and loop bounds read, and lists of tiles
+    scalars: Any  # tuple of the run-time numbers that mods read
+
+    @staticmethod
+    def of(plan: BackwardPlan) -> MainArguments:
+        dtype, layout = plan.dtype, plan.layout
+        dk = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim)
+        dv = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v)
+        return MainArguments(
+            q=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim),
+            k=dk,
+            v=dv,
+            dout=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
+            workspace=WORKSPACE,
+            dq_accum=_dq_accum(plan),
+            dk=dk,
+            dv=dv,
+            pieces=_pieces(plan),
+            turns=TensorForm(torch.int32, (_entries(plan), "heads", "turns"), 1, align=4)
+            if plan.deterministic
+            else None,
+            scale=SCALE,
+            sequences=_sequences(layout),
+            work=_work(plan),
+            captured=_captured(plan),
+            scalars=_scalars(plan),
+        )
+
+
+class PiecesArguments(NamedTuple):
+    """How tiles of keys are cut; see `composattn.primitives.pieces`."""
+
+    workspace: Any  # (cut * (pieces * tile_n * (d + dv) + 4),) fp32: sums of pieces, and whose they are
+    whole: Any  # how many tiles are whole
+    cut: Any  # how many are cut
+    pieces: Any  # of each
+
+
+class PostprocessArguments(NamedTuple):
+    """Of the kernel that scales and rounds dQ."""
+
+    dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
+    dq: Any  # (B, Hq, Sq, D), packed (total, Hq, D)
+    scale: Any
+    sequences: Any  # `Sequences`: where packed rows lie
+    work: Any  # as of `PreprocessArguments`
+    sinks: Any  # `SinkArguments`
+
+    @staticmethod
+    def of(plan: PostprocessPlan) -> PostprocessArguments:
+        return PostprocessArguments(
+            dq_accum=_dq_accum(plan),
+            dq=_rows(plan.dtype, plan.layout.q, "heads", "q_len", plan.head_dim),
+            scale=SCALE,
+            sequences=_sequences(plan.layout),
+            work=_work(plan),
+            sinks=_sinks(plan),
+        )
+
+
+class GatherArguments(NamedTuple):
+    """Of the kernel that adds up dK and dV of tiles that were cut."""
+
+    pieces: Any  # `PiecesArguments`
+    dk: Any  # (B, Hkv, Skv, D)
+    dv: Any  # (B, Hkv, Skv, Dv)
+    sequences: Any  # `Sequences`: where packed rows lie
+
+    @staticmethod
+    def of(plan: GatherPlan) -> GatherArguments:
+        return GatherArguments(
+            pieces=_pieces(plan),
+            dk=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim),
+            dv=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
+            sequences=_sequences(plan.layout),
+        )
+
+
+# --- forms that several kernels take --------------------------------------------------------------------------
+
+WORKSPACE = TensorForm(torch.float32, ("",), align=16, long=True)
+
+
+def _rows(dtype: torch.dtype, lie: str, heads: str, length: str, d: int) -> TensorForm:
+    """q, k, v or a tensor like them: bulk copies take 16-byte aligned rows, strides of whole 16 bytes."""
+    shapes = {
+        "dense": ("batch", heads, length, d),
+        "packed": (length, heads, d),
+        "paged": ("pages", heads, length, d),
+    }
+    return TensorForm(dtype, shapes[lie], 8, align=16)
+
+
+def _entries(plan: TiledPlan) -> str:
+    """Size of a workspace's first mode; see `composattn.primitives.padded_tiles`."""
+    return "batch" if plan.layout.is_dense else "entries"
+
+
+def _dq_accum(plan: TiledPlan) -> TensorForm:
+    t = plan.tiling
+    return TensorForm(torch.float32, (_entries(plan), "heads", "tiles", t.tile_m * t.d), 4, align=16)
+
+
+def _pieces(plan: BackwardPlan | GatherPlan) -> PiecesArguments | None:
+    count = NumberForm(DType.INT32)
+    return PiecesArguments(WORKSPACE, count, count, count) if plan.tiling.in_pieces else None
+
+
+def _sinks(plan: PreprocessPlan | PostprocessPlan) -> SinkArguments | None:
+    if plan.sinks is None:
+        return None
+    sinks = TensorForm(plan.sinks.dtype, ("sinks",), "any")
+    return SinkArguments(sinks, WORKSPACE, sinks)
+
+
+def _sequences(layout: Layout) -> Sequences | None:
+    """Of those that the layout says there are; None for a dense call."""
+    if layout.is_dense:
+        return None
+    numbers: Any = TensorForm(torch.int32, ("",))
+    pages: Any = TensorForm(torch.int32, ("", ""), 1)
+    return Sequences(
+        cu_q=numbers if layout.q == "packed" else None,
+        cu_k=numbers if layout.kv == "packed" else None,
+        used_q=numbers if layout.used_q else None,
+        used_k=numbers if layout.used_kv else None,
+        page_table=pages if layout.kv == "paged" else None,
+    )
+
+
+def _work(plan: TiledPlan) -> TensorForm | None:
+    """A table of the order of tiles, see `composattn.backends.fused.tiles.work`."""
+    return _table(plan.has_stretches, plan.has_order_table, plan.numbers_told)
+
+
+def _table(has_stretches: bool, is_there: bool, numbers_told: int = 0) -> TensorForm | None:
+    if has_stretches:
+        return TensorForm(torch.int32, ("", WIDE + numbers_told), align=4 if numbers_told else 8)
+    return TensorForm(torch.int32, ("", 2), align=8) if is_there else None
+
+
+def _captured(plan: ForwardPlan | BackwardPlan) -> tuple[TensorForm, ...] | None:
+    # a 0-d tensor comes as one element
+    return tuple(TensorForm(dtype, ("",) * max(rank, 1), "any") for dtype, rank in plan.captures) or None
+
+
+def _scalars(plan: ForwardPlan | BackwardPlan) -> tuple[NumberForm, ...] | None:
+    return tuple(map(NumberForm, plan.scalars)) or None

@@ -1,0 +1,195 @@
+"""What kind of call it is: one value, made in one place, that says which row of a table of tilings serves it.
+
+Tables of all directions and architectures are written in its words, so that who reads a row knows which calls it is of,
+and who has a call knows which row is its. `explain()` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+from ....analysis.captured_gradient import Pattern
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ....graph.multiples import is_of_score
+from ..tiles.order import keys_of_a_query, queries_of_a_key
+from ..tiles.target import Target
+from ..tiles.tiling import query_tiles, slots
+from ..tiles.traits import has_costly_test, has_opaque_test, is_line, keys, padded, queries, reads_pairs, sums_by
+from ..tiles.work import captured_decide
+
+Direction = Literal["forward", "backward"]
+Order = Literal["any", "fixed", "batch-invariant"]  # of sums: "fixed" is a deterministic gradient's
+LayoutKind = Literal["dense", "packed", "paged", "mixed"]
+
+# Rows see, and sequences have, up to so many keys; ways to cut calls cross at some of them. A tile of 128 queries of a
+# causal call visits 64 keys more than half of them in the mean, so that one of 2k is in the class up to 1,152
+BANDS = (128, 256, 512, 1152, 2304, 4224, 8448, 16384)
+BEYOND = 1 << 31
+
+
+class Mods(enum.Enum):
+    """What becomes of scores and weights. A call is of the last of these that is true of it."""
+
+    PLAIN = "no score mod"
+    LINE = "a line of the score"  # times a number of the head, and more that is read nowhere along the keys: ALiBi
+    OF_SCORE = "a curve of the score"  # and of nothing else: soft caps
+    OTHER = "another score mod"
+    PAIRS = "a score mod that reads at (q, kv)"
+    LEARNED = "a score mod whose tensors have gradients"
+    DROPOUT = "dropout"
+
+
+class Mask(enum.Enum):
+    """Which keys rows see. A call is of the last of these that is true of it."""
+
+    NONE = "no mask"
+    BOUNDS = "bounds on positions"  # causal, windows, prefixes
+    TESTED = "a costly test"  # at a query or a key tensors are read, or a remainder is looked at: dilated windows
+    OPAQUE = "a test of pairs"  # no bound on the keys: tables, neighbourhoods
+    RUNS = "several runs of keys"
+    DOCUMENTS = "tensors say where keys begin or end"
+
+
+class Work(enum.Enum):
+    """How much there is, in tiles of so many queries (keys, in a backward) as a product has rows, by multiprocessor."""
+
+    FEW_ROWS = "few rows"  # all of a sequence's queries, and heads that share keys, in one tile: decoding
+    AT_ONCE = "tiles that run at once"
+    ROUND_AND_A_HALF = "one and a half rounds"
+    FEW_ROUNDS = "up to four rounds"
+    ROUNDS = "many rounds"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallClass:
+    """Calls that are cut alike.
+
+    `d`, `dv`: head dimensions on chip. `sectors`: rows of q, k and v in memory are whole sectors of 32 bytes; a tile's
+    copy takes up to twice as long where they are not. `packs`: query heads share the rows of a tile. `seen`: keys that
+    a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
+    the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
+    or less.
+    """
+
+    direction: Direction
+    order: Order
+    layout: LayoutKind
+    d: int
+    dv: int
+    sectors: bool
+    mods: Mods
+    mask: Mask
+    packs: bool
+    work: Work
+    seen: int
+    length: int
+    fills: bool
+
+    @property
+    def widest(self) -> int:
+        return max(self.d, self.dv)
+
+    def __str__(self) -> str:
+        wide = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
+        sectors = "" if self.sectors else " (rows of no whole sectors)"
+        heads = ", heads share tiles" if self.packs else ""
+        what = "a row sees {} of {} keys" if self.direction == "forward" else "a key is seen by {} of {} queries"
+        return (
+            f"{self.direction}, {self.order} order, {self.layout}, {wide}{sectors}, {self.mods.value}, "
+            f"{self.mask.value}{heads}, {self.work.value}, {what.format(_words(self.seen), _words(self.length))}"
+        )
+
+
+def class_of(
+    problem: Problem,
+    program: Program,
+    target: Target,
+    direction: Direction,
+    *,
+    rows: int,
+    heads: int = 1,
+    deterministic: bool = False,
+) -> CallClass:
+    """`rows`: of the least tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
+    few = direction == "forward" and queries(problem) * slots(heads) <= rows
+    return CallClass(
+        direction=direction,
+        order="batch-invariant" if problem.schedule.batch_invariant else "fixed" if deterministic else "any",
+        layout=_layout(problem),
+        d=padded(problem.head_dim),
+        dv=padded(problem.head_dim_v),
+        sectors=problem.head_dim * problem.element_bytes % 32 == problem.head_dim_v * problem.element_bytes % 32 == 0,
+        mods=mods_of(program),
+        mask=mask_of(program),
+        packs=heads > 1,
+        work=Work.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
+        seen=band(keys(problem) if few else _seen(problem, program, direction)),
+        length=band(keys(problem) if direction == "forward" else queries(problem)),
+        fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
+    )
+
+
+def band(count: float) -> int:
+    """The upper end of the band that it is in."""
+    return next((most for most in BANDS if count <= most), BEYOND)
+
+
+def mods_of(program: Program) -> Mods:
+    if program.keep is not None:
+        return Mods.DROPOUT
+    if any(sums_by(program, pattern) for pattern in Pattern):
+        return Mods.LEARNED
+    if reads_pairs(program.score):
+        return Mods.PAIRS
+    if program.score is None:
+        return Mods.PLAIN
+    if is_line(program.score):
+        return Mods.LINE
+    return Mods.OF_SCORE if is_of_score(program.score) else Mods.OTHER
+
+
+def mask_of(program: Program) -> Mask:
+    if program.mask is None:
+        return Mask.NONE
+    if captured_decide(program.intervals):
+        return Mask.DOCUMENTS
+    if len(program.intervals) > 1:
+        return Mask.RUNS
+    if has_opaque_test(program):
+        return Mask.OPAQUE
+    return Mask.TESTED if has_costly_test(program.mask) else Mask.BOUNDS
+
+
+def _layout(problem: Problem) -> LayoutKind:
+    layout = problem.layout
+    if layout.kv == "paged":
+        return "paged"
+    return "mixed" if layout.q != layout.kv else layout.q
+
+
+def _work(problem: Problem, target: Target, direction: Direction, heads: int, rows: int) -> Work:
+    if direction == "forward":
+        tiles = query_tiles(problem, heads, rows) * problem.batch
+    else:
+        tiles = -(-keys(problem) // rows) * problem.kv_heads * problem.batch
+    if tiles <= target.sms:
+        return Work.AT_ONCE
+    if 2 * tiles <= 3 * target.sms:
+        return Work.ROUND_AND_A_HALF
+    return Work.FEW_ROUNDS if tiles <= 4 * target.sms else Work.ROUNDS
+
+
+def _pairs(problem: Problem, rows: int, columns: int) -> int:
+    """Of a head of a sequence, in whole tiles."""
+    return -(-queries(problem) // rows) * rows * (-(-keys(problem) // columns) * columns)
+
+
+def _seen(problem: Problem, program: Program, direction: Direction) -> float:
+    return keys_of_a_query(problem, program) if direction == "forward" else queries_of_a_key(problem, program)
+
+
+def _words(end: int) -> str:
+    return f"more than {BANDS[-1]:,}" if end == BEYOND else f"up to {end:,}"

@@ -1,0 +1,173 @@
+"""Work where queries are few: how many heads share the rows of a tile, and into how many parts the keys are cut."""
+
+from __future__ import annotations
+
+import abc
+import math
+
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ....call.schedule import MOST_SPLITS
+from ....errors import InvalidSchedule
+from ....graph.expr import Dep
+from ..tiles.target import Target
+from ..tiles.tiling import ForwardTiling, key_tiles, query_tiles, slots
+from ..tiles.traits import keys, queries
+
+
+def packed_heads(problem: Problem, program: Program, rows: int) -> int:
+    """How many query heads of a key/value head share the rows of a tile, `rows` where queries are few, else twice them.
+
+    1 where each has tiles of its own. Raises `InvalidSchedule` where packing is asked for and can't be done.
+    """
+    wanted, group = problem.schedule.pack_gqa, problem.group
+    if wanted is False or group == 1:
+        return 1
+    heads = max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
+    # heads that see different keys visit different tiles
+    by_head = program.mask is not None and bool(program.mask.deps & Dep.H)
+    if by_head or heads == 1:
+        if wanted:
+            why = "the mask depends on the head" if by_head else f"{group} heads share no tile of {rows} rows"
+            raise InvalidSchedule(f"pack_gqa=True, but {why}; leave pack_gqa=None")
+        return 1
+    return heads if wanted or _tiles(problem, heads, rows) * 2 <= _tiles(problem, 1, rows) else 1
+
+
+def _tiles(problem: Problem, heads: int, rows: int) -> int:
+    """Query tiles of all heads of a batch entry."""
+    return query_tiles(problem, heads, rows if queries(problem) * slots(heads) <= rows else 2 * rows)
+
+
+def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
+    """Into how many parts the keys of a query tile are cut: as asked for, or so that the call takes least time."""
+    if problem.schedule.batch_invariant or tiling.shares:
+        return 1
+    if problem.schedule.split_kv != "auto":
+        return problem.schedule.split_kv
+    return time_of(problem, tiling, target).best()
+
+
+def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
+    """Of a call that is so cut."""
+    if tiling.shares == "all":
+        return TimeOfSharing(problem, tiling, target)
+    reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
+    return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)
+
+
+class Time(abc.ABC):
+    """What a call takes by the number of parts its keys are cut into, in a unit of its own."""
+
+    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
+        self.problem, self.tiling, self.target = problem, tiling, target
+        self.work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
+        self.tiles = key_tiles(problem, tiling.tile_n)
+
+    @abc.abstractmethod
+    def in_parts(self, n: int) -> float: ...
+
+    @abc.abstractmethod
+    def best(self) -> int:
+        """The number of parts by which it is least."""
+
+    def least(self) -> float:
+        """By the number of parts that is asked for, or the best one."""
+        wanted = self.problem.schedule.split_kv
+        return self.in_parts(self.best() if wanted == "auto" else wanted)
+
+    def least_of(self, most: int) -> int:
+        """The number of parts, up to `most`, by which it is least."""
+        return min(range(1, max(1, min(MOST_SPLITS, most)) + 1), key=self.in_parts)
+
+
+class TimeOfComputing(Time):
+    """In kv tiles (1.5 µs on an H200): all rounds of blocks over the multiprocessors, each block its tiles and two more
+    to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
+
+    A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
+    """
+
+    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
+        super().__init__(problem, tiling, target)
+        one_of_many = queries(problem) * tiling.slots > tiling.tile_m and self.work > target.sms
+        self.each = tiling.tile_m * tiling.tile_n / 128**2 if one_of_many and tiling.tile_m < 128 else 1.0
+        # fp32, written and read
+        self.part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6
+
+    def in_parts(self, n: int) -> float:
+        rounds = -(-self.work * n // self.target.sms)
+        return rounds * (self.each * -(-self.tiles // n) + 2) + (0 if n == 1 else 3 + n * self.part)
+
+    def best(self) -> int:
+        whole = self.in_parts(1)
+        if self.work * self.tiles * self.each >= 0.9 * whole * self.target.sms:  # what no division goes below
+            return 1
+        best = self.least_of(self.tiles // 2)
+        return best if self.in_parts(best) < 0.9 * whole else 1
+
+
+class TimeOfReading(Time):
+    """In µs, of blocks of few rows, which take as long as their keys take from memory.
+
+    Fitted to 205 calls of eight rows, each cut in all ways there are (two H200, D 64, 96 and 128, 16 to 512 tiles of
+    1,024 to 8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.6 % more than the best that
+    was timed, at most 11 (1 µs).
+    """
+
+    MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster
+    # Least of a round by which some multiprocessors have one block more than others, of as many full ones: blocks that
+    # are far ahead take more than their share of what memory gives. Two stages share alike
+    SECOND = 0.7
+    SHALLOW = 1.02  # of the time, where a multiprocessor has one block of two stages alone
+    FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
+    COMBINE, EACH_PART = 2.65, 0.035
+    OF_RATE = 0.964  # of what memory can give, where all multiprocessors read
+    TO_FEW = 0.08  # of the time, how much more it takes as fewer of them do
+    # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
+    KEPT, OF_L2 = 45 << 20, 1.7
+    # A tile by itself: a beginning, and of 64 keys the softmax of eight rows, or of all, and each 64 columns of K and V
+    BEGIN, EIGHT_ROWS, ALL_ROWS, COLUMNS = 0.107, 0.179, 0.25, 0.053
+
+    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
+        super().__init__(problem, tiling, target)
+        bytes_of_tile = tiling.tile_n * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        # a tile of keys for each multiprocessor
+        rate = self.OF_RATE * target.memory_rate * 1e3
+        read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
+        # for one block with all of the memory's rate
+        softmax = self.EIGHT_ROWS if tiling.most_rows < tiling.tile_m else self.ALL_ROWS
+        self.alone = self.BEGIN + tiling.tile_n / 64 * (softmax + self.COLUMNS * (tiling.d + tiling.dv) / 64)
+
+    def in_parts(self, n: int) -> float:
+        filled = self.work * n / self.target.sms
+        rounds = math.ceil(filled / self.tiling.blocks)
+        ends = self.FIRST + self.FURTHER * (rounds - 1) + (self.COMBINE + self.EACH_PART * n) * (n > 1)
+        return self._of_rounds(filled, rounds) * -(-self.tiles // n) + ends
+
+    def _of_rounds(self, filled: float, rounds: int) -> float:
+        """Of one tile of keys of each block; `filled`: blocks per multiprocessor."""
+        blocks, deep = self.tiling.blocks, self.tiling.reads_far_ahead
+        if filled > blocks:
+            idle = rounds * blocks - filled
+            return max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
+        least = self.SECOND * math.ceil(filled) if filled > 1 and deep else 0.0
+        to_few = 1 + self.TO_FEW * max(0.0, 1 - filled)
+        reading = max(filled * self.tile * to_few, least * self.tile, self.alone)
+        return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not deep else 1.0)
+
+    def best(self) -> int:
+        return self.least_of(self.tiles)
+
+
+class TimeOfSharing(TimeOfReading):
+    """The same where all keys are shared alike: no place is idle."""
+
+    SHARING = 7.6  # beginnings and ends
+
+    def in_parts(self, n: int) -> float:
+        return self.work * self.tiles * self.tile / self.target.sms + self.SHARING
+
+    def best(self) -> int:
+        return 1

@@ -1,0 +1,366 @@
+"""What will be run for a call, decided on the host: problem + mods + target → one frozen, printable value."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Generic, NoReturn, TypedDict, TypeVar
+
+import torch
+
+from ....analysis.bands import TileInterval, ends_of
+from ....analysis.derived import Derived
+from ....analysis.program import Program
+from ....analysis.strips import KEYS, Strips
+from ....analysis.tile_lists import Extent, KeyLists, made_lists
+from ....call.problem import Layout, Problem
+from ....errors import InvalidSchedule, TooManyBlocks
+from ....graph.content import content
+from ....graph.expr import Capture, DType, Expr, index
+from ....graph.expr import captures as captures_of
+from ....graph.ops import apply
+from ....primitives.interval_shape import IntervalShape
+from ..rewrites.strips import InStrips, in_strips
+from ..tiles.architecture import architecture_of
+from ..tiles.order import LAST_QUERIES_FIRST, order_in_stretches, order_of
+from ..tiles.stretches import stretches_of
+from ..tiles.target import Target
+from ..tiles.tiling import ForwardTiling, Tiling
+from ..tiles.traits import queries
+from ..tiles.work import WorkTables, entries
+from .few_queries import splits
+
+MOST_ACROSS = 65535  # blocks in the second and in the third dimension of a grid
+MOST_BLOCKS = 2**31 - 1  # in the first one
+
+# why a kernel is the same whatever a field says
+FOR_PEOPLE = {"why": "for people to read"}
+TABLES = {"why": "tensors of a call; `has_order_table` says whether there are any"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(abc.ABC):
+    """A kernel, named by content: plans with equal `key` are served by one compiled kernel.
+
+    Lengths, batch, heads, strides and the scale's value are run-time. What a plan's fields say is compiled in, but for
+    those that are not compared, which say why.
+    """
+
+    target: Target
+    dtype: torch.dtype
+    head_dim_v: int
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> str:
+        """Which of its architecture's kernels it is."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes a block may take; where no tiling says less or more, what any may have."""
+        return 48 * 1024
+
+    @functools.cached_property
+    def key(self) -> str:
+        """All that the plan says as text, see `graph.content`; said once, while captured tensors are there."""
+        return f"{self.step}\n{content(self)}"
+
+    def __str__(self) -> str:
+        return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, Dv {self.head_dim_v}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombinePlan(Plan):
+    """The kernel after a forward that was split over kv."""
+
+    step = "combine"
+    return_lse: bool
+    in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
+
+
+AnyTiling = TypeVar("AnyTiling", bound=Tiling)
+AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiledPlan(Plan, Generic[AnyTiling]):
+    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table.
+
+    `has_stretches`: tiles begin with the stretches that the table says.
+    """
+
+    head_dim: int
+    layout: Layout
+    has_order_table: bool
+    tiling: AnyTiling
+    has_stretches: bool = False
+
+    @property
+    def numbers_told(self) -> int:
+        """Of each tile, that the table has besides its stretch."""
+        return 0
+
+    @property
+    def step(self) -> str:
+        return self.tiling.kernel
+
+    @property
+    def shared_memory(self) -> int:
+        return self.tiling.shared_memory(self.dtype.itemsize)
+
+    def _text(self, rows: Mapping[str, str]) -> str:
+        """For people to read: what each of the `rows` is about, and what it says."""
+        head = f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, "
+        memory = f"{self.shared_memory} bytes shared of {self.target.shared_memory}"
+        said = [f"  {name:<10} {words}" for name, words in {**rows, "memory": memory}.items() if words]
+        return "\n".join([f"{head}D {self.head_dim}, Dv {self.head_dim_v}", *said])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPlan(TiledPlan[AnyForwardTiling]):
+    """A forward kernel. `splits`: the number of parts that kv is cut into; `is_split`: it is, and `combine` follows."""
+
+    return_lse: bool
+    positive_scale: bool
+    intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
+    captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
+    scalars: tuple[DType, ...]  # what run-time numbers are
+    program: Program = dataclasses.field(repr=False)
+    lists: KeyLists | None = dataclasses.field(repr=False)  # of kv tiles; None: bands say which
+    order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the query tiles, and why
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
+    return_max_scores: bool = False
+    is_split: bool = False
+    splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
+    strips: Strips | None = None
+    many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
+
+    @functools.cached_property
+    def captured(self) -> tuple[Capture, ...]:
+        """What the kernel reads, in the order in which it receives it: the mods' tensors, and lists of tiles."""
+        return (*self.program.captures, *(() if self.lists is None else self.lists.captures))
+
+    @functools.cached_property
+    def derived(self) -> tuple[Derived, ...]:
+        """What is derived and read; of tiles that are listed the kernel asks no bands."""
+        return derived_among(self.program, ends_of(() if self.lists else self.program.intervals, self.program.limits))
+
+    @property
+    def direct_store(self) -> bool:
+        """Whether output rows are stored from registers: parts, packed heads, which leave a copy no mode to end with,
+        what the tiling says, and shares of all, each of whose warps may be the last one that has a part of a row.
+        """
+        of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
+        return self.is_split or of_heads or self.tiling.output_direct or self.tiling.shares == "all"
+
+    @property
+    def counts(self) -> bool:
+        """Whether blocks say something to each other by such."""
+        return self.tiling.drawn is not None or self.tiling.shares is not None
+
+    @property
+    def counters(self) -> int:
+        """Numbers that are zero before the kernel: one to draw tiles from, and a flag of each warp of a share."""
+        return 1 + self.most_shares * self.tiling.computing_warps if self.tiling.shares else 1
+
+    @property
+    def most_shares(self) -> int:
+        """One for each block that runs at once."""
+        return self.target.sms * self.tiling.blocks
+
+    @property
+    def left_numbers(self) -> int:
+        """What shares leave in memory, fp32."""
+        return self.most_shares * self.tiling.left_numbers
+
+    @property
+    def combine(self) -> CombinePlan:
+        """The kernel that makes one output of those of the parts."""
+        return CombinePlan(
+            target=self.target,
+            dtype=self.dtype,
+            head_dim_v=self.head_dim_v,
+            return_lse=self.return_lse,
+            in_one_row=self.many_heads,
+        )
+
+    def __str__(self) -> str:
+        t = self.tiling
+        of_heads = f" of {t.packed_heads} heads" if t.packed_heads > 1 else ""
+        together = (
+            f"{t.heads_together} key/value heads" if t.heads_together else f"heads with {t.l2 >> 20} MiB of K and V"
+        )
+        rows = {
+            "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
+            **t.describe(),
+            "exp2": str(t.exponential),
+            "schedule": f"{t.dealt}, {self.order}; {together} at a time",
+            "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
+            "strips": "" if self.strips is None else self.strips.words,
+            "kv tiles": self._kv_tiles(),
+            "split": f"kv in {self.splits} parts, combined exactly" if self.is_split else "",
+        }
+        return self._text(rows)
+
+    def _kv_tiles(self) -> str:
+        if self.lists is None:
+            return " + ".join(map(_interval_words, self.intervals))
+        return f"by lists made on the device, as {self.lists.reason}; those to test first"
+
+
+class CompiledIn(TypedDict):
+    """What of a problem each of its kernels is compiled for."""
+
+    target: Target
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    layout: Layout
+
+
+def compiled_in(problem: Problem, target: Target) -> CompiledIn:
+    return CompiledIn(
+        target=target,
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        layout=problem.layout,
+    )
+
+
+def plan_forward(
+    problem: Problem,
+    program: Program,
+    target: Target,
+    *,
+    return_lse: bool = True,
+    return_max_scores: bool = False,
+    positive_scale: bool = True,
+    tiling: ForwardTiling | None = None,
+) -> ForwardPlan:
+    """The forward kernel for `problem` on `target`; `tiling` overrides the architecture's choice.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
+    """
+    architecture = architecture_of(target)
+    architecture.check(problem, program)
+    if problem.schedule.batch_invariant:
+        program = invariant(program)
+    strips = None
+    if tiling is None:
+        cut = in_strips(problem, program)
+        tiling = None if cut is None else _tiling_of_strips(cut, target)
+        if cut is not None and tiling is not None:
+            strips, problem, program = cut.strips, cut.problem, cut.program
+    tiling = tiling or architecture.forward_tiling(problem, program, target)
+    if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
+        raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
+    # rows of an image say which tiles of a strip's keys are seen, with no lists
+    lists = None if strips else key_lists(problem, program, (tiling.queries, tiling.tile_n))
+    if lists is not None and problem.schedule.batch_invariant:
+        _refuse_order(f"tiles of this mask are listed, as {lists.reason}")
+    read = (*program.captures, *(() if lists is None else lists.captures))
+    visited = program.intervals if lists is None else None
+    heads = problem.q_heads // tiling.packed_heads
+    stretches = stretches_of(problem, program) if tiling.in_stretches and lists is None else None
+    if stretches is None:
+        order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
+    else:
+        order, work = order_in_stretches(problem, stretches, tiling.queries, heads, target.sms)
+    parts = splits(problem, tiling, target)
+    check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
+    return ForwardPlan(
+        **compiled_in(problem, target),
+        has_order_table=work is not None,
+        has_stretches=stretches is not None,
+        tiling=tiling,
+        return_lse=return_lse,
+        positive_scale=positive_scale,
+        intervals=tuple(interval_shape(i) for i in program.intervals) if lists is None else (),
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in read),
+        scalars=tuple(s.expr.dtype for s in program.scalars),
+        program=program,
+        lists=lists,
+        order=order,
+        work=work,
+        return_max_scores=return_max_scores,
+        is_split=parts > 1,
+        splits=parts,
+        strips=strips,
+        many_heads=problem.q_heads > MOST_ACROSS,
+    )
+
+
+def _tiling_of_strips(cut: InStrips, target: Target) -> ForwardTiling | None:
+    """Whose tiles have whole rows of a strip; None where they would have several heads, or parts of the keys."""
+    tiling = architecture_of(target).forward_tiling(cut.problem, cut.program, target)
+    tiling = dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
+    return tiling if tiling.packed_heads == 1 and splits(cut.problem, tiling, target) == 1 else None
+
+
+def invariant(program: Program) -> Program:
+    """`program`, computed for each pair from its positions alone: no part of a score is left to a row's LSE.
+
+    Raises: `InvalidSchedule` for masks whose tiles come in an order that depends on the other rows of a query tile.
+    """
+    if len(program.intervals) > 1:
+        _refuse_order(f"rows of this mask see {len(program.intervals)} runs of keys")
+    score = None if program.score is None else apply("whole", program.score)
+    return Program(score, program.mask, program.sink, program.keep)
+
+
+def check_blocks(problem: Problem, blocks: int) -> None:
+    """Refuses, before compiling, more blocks than a launch takes."""
+    if blocks > MOST_BLOCKS:
+        raise TooManyBlocks(
+            f"{problem.batch} sequences of {problem.q_len} queries and {problem.q_heads} heads are {blocks} blocks of "
+            f"a kernel, a launch takes {MOST_BLOCKS}; call it for parts of the batch, one after the other"
+        )
+
+
+def _refuse_order(why: str) -> NoReturn:
+    raise InvalidSchedule(
+        f"batch_invariant=True, but {why}, in an order that depends on the rows beside a row; masks whose rows see one "
+        "run of keys can be (causal, windows, prefixes, documents that lie together)"
+    )
+
+
+def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyLists | None:
+    """Lists of the kv tiles of each query tile, where they leave out more than the mask's bands do.
+
+    Raises: `UnknownLength` where they would be too large for want of an upper bound of the sequences' lengths.
+    """
+    return made_lists(KeyLists, program.mask, extent_of(problem), tile)
+
+
+def derived_among(program: Program, ends: Iterable[Expr]) -> tuple[Derived, ...]:
+    """What the mods and these ends of loops read that is derived."""
+    read = captures_of(*(mod for mod in program.mods if mod is not None), *ends)
+    return tuple([c for c in dict.fromkeys(read) if isinstance(c, Derived)])
+
+
+def extent_of(problem: Problem) -> Extent:
+    """What lists of tiles are made for: the longest sequence there can be, all rows where nothing else is said."""
+    p, layout = problem, problem.layout
+    q_len = p.q_len if layout.max_q_len is None or layout.q == "dense" else min(p.q_len, layout.max_q_len)
+    kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
+    unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
+    return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
+
+
+def interval_shape(interval: TileInterval) -> IntervalShape:
+    """Which kinds of tiles the interval can have, from its ends alone."""
+    starts, ends = (interval.begin, interval.full_begin), (interval.end, interval.full_end)
+    from_zero = all(e.is_const and e.attr <= 0 for e in starts)
+    # the tile that reaches beyond kv_len comes first and is tested anyway
+    to_the_end = all(e is index("kv_len") for e in ends)
+    return IntervalShape(left=not from_zero, full=not interval.never_full, right=not to_the_end)
+
+
+def _interval_words(shape: IntervalShape) -> str:
+    if not shape.full:
+        return "all tested"
+    tested = [side for side, there in (("left", shape.left), ("right", shape.right)) if there]
+    return f"untested inside, tested at the {' and '.join(tested)} end" if tested else "untested"

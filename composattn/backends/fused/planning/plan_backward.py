@@ -1,0 +1,293 @@
+"""What will be run for a gradient, decided on the host: problem + mods + target → one frozen, printable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple, TypedDict, TypeVar
+
+import torch
+
+from ....analysis.bands import EVERYTHING, TileInterval, ends_of
+from ....analysis.derived import Derived
+from ....analysis.program import Program
+from ....analysis.row_limits import RowLimits
+from ....analysis.tile_lists import QueryLists, made_lists
+from ....call.problem import Problem
+from ....graph.expr import Capture, DType, Expr
+from ....graph.expr import captures as captures_of
+from ....primitives.stretch_entry import told_numbers
+from ..tiles.architecture import architecture_of
+from ..tiles.order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
+from ..tiles.stretches import Stretches, stretches_of
+from ..tiles.target import Target
+from ..tiles.tiling import BackwardTiling
+from ..tiles.work import WorkTables, entries, fixed_visits, stretch_tables, work_tables
+from .coverage import has_documents_apart
+from .cut import MANY, Cut, best_cut, cut_in_order
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among, extent_of
+
+COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
+AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
+
+
+class Told(NamedTuple):
+    """What a table says of tiles of keys, see `primitives.emit_told`: no kernel computes their bounds then."""
+
+    groups: int
+    reads: tuple[Expr, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardPlan(TiledPlan[AnyTiling]):
+    """The kernel that computes dK and dV, and sums dQ in fp32."""
+
+    deterministic: bool  # dQ's parts are added in a fixed order
+    captures: tuple[tuple[torch.dtype, int], ...]  # (dtype, rank) of each captured tensor
+    scalars: tuple[DType, ...]  # what run-time numbers are
+    program: Program = dataclasses.field(repr=False)
+    intervals: tuple[TileInterval, ...] = dataclasses.field(repr=False)
+    limits: RowLimits | None = dataclasses.field(repr=False)  # of the queries that see a key
+    lists: QueryLists | None = dataclasses.field(repr=False)  # of query tiles; None: intervals say which
+    order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the tiles, and why
+    # of `Sequences`, mirrored for tiles of keys
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
+    told: Told | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with stretches
+    # None: no tile of keys is cut
+    cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
+
+    @functools.cached_property
+    def captured(self) -> tuple[Capture, ...]:
+        """What the mods and the loop bounds read, in the order in which the kernel receives it."""
+        return _captured(self.program, ends_of(self.intervals, self.limits), self.lists)
+
+    @functools.cached_property
+    def derived(self) -> tuple[Derived, ...]:
+        """What is derived and read; the forward's bands are not."""
+        return derived_among(self.program, ends_of(self.intervals, self.limits))
+
+    @property
+    def numbers_told(self) -> int:
+        return 0 if self.told is None else told_numbers(self.told.groups, len(self.told.reads))
+
+    def __str__(self) -> str:
+        t = self.tiling
+        rows = {
+            "tiles": f"{t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}",
+            **t.describe(),
+            "schedule": f"{self._blocks()}, {self.order}",
+            "q tiles": f"by lists made on the device, as {self.lists.reason}" if self.lists else "",
+        }
+        return self._text(rows)
+
+    def _blocks(self) -> str:
+        blocks = "one block" if self.tiling.sharing == 1 else f"{self.tiling.sharing} blocks"
+        text = "blocks that stay take tiles of keys" if self.tiling.persistent else f"{blocks} per tile of keys"
+        cut = self.cut
+        return text if cut is None else f"{text}, {cut}"
+
+
+class SinkForm(NamedTuple):
+    """Sinks of which a gradient is wanted; `by_sequence`: each sequence has its own."""
+
+    dtype: torch.dtype
+    by_sequence: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessPlan(TiledPlan[AnyTiling]):
+    """The kernel before it: statistics of query rows, and an empty dQ."""
+
+    step = "preprocess"
+    has_dlse: bool
+    sinks: SinkForm | None
+    in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
+    work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)  # of query tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PostprocessPlan(TiledPlan[AnyTiling]):
+    """The kernel behind it that scales and rounds dQ."""
+
+    step = "postprocess"
+    sinks: SinkForm | None
+    in_one_row: bool  # as of `PreprocessPlan`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherPlan(TiledPlan[AnyTiling]):
+    """The kernel behind it that adds up dK and dV of tiles of keys that several blocks share."""
+
+    step = "backward_gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlans:
+    """The kernels of one gradient, in the order in which they run; `gather` where tiles of keys are cut."""
+
+    preprocess: PreprocessPlan
+    main: BackwardPlan
+    postprocess: PostprocessPlan
+    gather: GatherPlan | None = None
+
+    def __str__(self) -> str:
+        return str(self.main)
+
+
+def plan_backward(
+    problem: Problem,
+    program: Program,
+    target: Target,
+    *,
+    has_dlse: bool = False,
+    deterministic: bool = False,
+    sinks: SinkForm | None = None,
+    tiling: BackwardTiling | None = None,
+    cut: Cut | Literal["auto"] | None = "auto",
+) -> BackwardPlans:
+    """The backward kernels for `problem` on `target`; `tiling` overrides the architecture's choice.
+
+    `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
+    `sinks`: those that get a gradient.
+    `cut`: which tiles of keys several blocks share, by default as keeps the multiprocessors busy.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
+    """
+    architecture = architecture_of(target)
+    architecture.check(problem, program)
+    architecture.check_gradient(problem)
+    program = program.without_sink
+    chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
+    visited, limits = program.of_keys
+    lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
+    intervals = visited if lists is None else ()
+    ends = ends_of(intervals, limits)
+    at_once = target.sms // chosen.sharing
+    stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut in (None, "auto") else None
+    on_host = lists is None and stretches is None and problem.layout.is_dense
+    cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
+    rows: WorkTables | None
+    told = None
+    if stretches is None:
+        ordered_by = intervals if lists is None else None
+        order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
+        packed = problem.layout.q == "packed"
+        rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
+    else:
+        told, intervals, ends = Told(chosen.key_groups, stretches.reads), (), ends_of((), limits)
+        order, keys = order_of_keys_in_stretches(
+            problem, stretches, chosen.tile_n, deterministic, at_once, chosen.key_groups
+        )
+        rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
+    known = compiled_in(problem, target)
+    of_rows: OfRows = {
+        "has_order_table": rows is not None,
+        "has_stretches": stretches is not None,
+        "sinks": sinks,
+        "in_one_row": max(problem.q_heads, problem.batch) > MOST_ACROSS,
+    }
+    check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
+    pieces = 1 if cut is None else cut.pieces
+    check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
+    in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
+    by_table: OfKeys = {"has_order_table": keys is not None, "has_stretches": stretches is not None}
+    main = BackwardPlan(
+        **known,
+        **by_table,
+        tiling=in_pieces,
+        deterministic=deterministic,
+        captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
+        scalars=tuple(s.expr.dtype for s in program.scalars),
+        program=program,
+        intervals=intervals,
+        limits=limits,
+        lists=lists,
+        order=order,
+        work=keys,
+        told=told,
+        cut=cut,
+    )
+    return BackwardPlans(
+        PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),
+        main,
+        PostprocessPlan(**known, **of_rows, tiling=chosen),
+        None if cut is None else GatherPlan(**known, **by_table, tiling=in_pieces),
+    )
+
+
+class OfKeys(TypedDict):
+    """What kernels over tiles of keys have alike."""
+
+    has_order_table: bool
+    has_stretches: bool
+
+
+class OfRows(TypedDict):
+    """What the kernels before and behind the main one have alike."""
+
+    has_order_table: bool
+    has_stretches: bool
+    sinks: SinkForm | None
+    in_one_row: bool
+
+
+def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
+    """Those with which tiles begin, of documents by ids.
+
+    Shares of gradients of sinks by sequence have no place where blocks come by a table.
+    """
+    served = tiling.in_stretches and not (sinks is not None and sinks.by_sequence)
+    return stretches_of(problem, program) if served and has_documents_apart(problem, program) else None
+
+
+def _pieces(
+    problem: Problem,
+    tiling: AnyTiling,
+    cut: Cut | Literal["auto"] | None,
+    intervals: tuple[TileInterval, ...] | None,
+    at_once: int,
+    deterministic: bool,
+) -> tuple[Cut | None, AnyTiling]:
+    """Which tiles of keys are cut, by query heads or along the queries; `cut`: what is asked for.
+
+    `intervals` None: the device alone knows what a tile visits.
+    """
+    if 0 < tiling.heads_a_piece < problem.group:
+        if cut == "auto" or not problem.layout.is_dense:
+            cut = Cut(None, 0, -(-problem.group // tiling.heads_a_piece))
+        return cut, tiling
+    tiling = dataclasses.replace(tiling, heads_a_piece=0)
+    if intervals is None:
+        return None, tiling
+    return _cut(problem, tiling, intervals, at_once, deterministic) if cut == "auto" else (cut, tiling)
+
+
+def _cut(
+    problem: Problem, tiling: AnyTiling, intervals: tuple[TileInterval, ...], at_once: int, deterministic: bool
+) -> tuple[Cut | None, AnyTiling]:
+    """Which tiles of keys are cut, where so many run `at_once`; none where they are many, or tensors decide.
+
+    Of many those that are left over of whole rounds, if all their pieces run at once. Where the last section goes
+    backwards sections are cut too.
+    """
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tiling.tile_n)
+    few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
+    if tiles > MANY * at_once and not few_are_left:
+        return None, tiling
+    visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)
+    if visits is None:
+        return None, tiling
+    repeats = problem.kv_heads * (problem.batch if visits.shape[0] == 1 else 1)
+    if tiling.ends_backwards and bool((visits == visits[0]).all()):
+        heads = problem.kv_heads * problem.batch
+        cut, together = cut_in_order(visits[0].tolist(), heads, problem.group, at_once, tiling.heads_together)
+        if together < heads:
+            return cut if cut.cut else None, dataclasses.replace(tiling, heads_together=together)
+        tiling = dataclasses.replace(tiling, ends_backwards=False)  # nothing runs before it
+    cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
+    return cut if cut.cut else None, tiling
+
+
+def _captured(program: Program, ends: list[Expr], lists: QueryLists | None) -> tuple[Capture, ...]:
+    listed = () if lists is None else lists.captures
+    return tuple(dict.fromkeys((*program.captures, *captures_of(*ends), *listed)))

@@ -1,0 +1,1 @@
+"""Calls that are computed as other calls: of residues, of strips, with wider integers."""

@@ -1,0 +1,1 @@
+"""A call's tensors to launches of its kernels, forward and backward, on a GPU or emulated."""

@@ -1,0 +1,279 @@
+"""Gradients of a call by generated kernels: dQ, dK, dV and captured tensors.
+
+dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
+(`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of other reads come from
+the tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
+sequences it reads the lengths on the host. Gradients of sinks come from the kernels around the main one
+(`composattn.backends.fused.kernels.around.sink_sums`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
+from ....analysis.derived import refresh
+from ....analysis.program import Program
+from ....call.autograd import BackwardInputs, Grads
+from ....call.problem import Problem
+from ....call.sequences import Sequences, rows_in_use
+from ....errors import GradientUnsupported
+from ....graph.evaluate import Env, evaluate_all
+from ....graph.expr import Capture, Dep
+from ....graph.expr import captures as captures_of
+from ....graph.gradient import partials
+from ....graph.lent import Lending
+from ....graph.philox import factor_of
+from ...gathered import total_for
+from ...sinks import add_gradients, by_head
+from ...streaming import Mods, Streaming
+from ..compiling.compile import compile_plan
+from ..planning.plan_backward import SinkForm, plan_backward
+from ..tiles.target import Target
+from .launch_backward import BackwardLauncher, SinkGradient, Tables
+
+NOTHING: frozenset[Capture] = frozenset()
+
+
+class FusedGradient:
+    """The backward of one form of inputs; its kernels are made by `kernel_of` when first needed."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        program: Program,
+        scale: float,
+        target: Target,
+        kernel_of: Callable[[Any], Any] = compile_plan,
+    ) -> None:
+        self.kernel_of = kernel_of
+        self.problem, self.program, self.scale, self.target = problem, program, scale, target
+        self._launchers: dict[Any, BackwardLauncher] = {}
+        self._summing: dict[frozenset[Capture], GradientProgram] = {}
+        self.fusable = fused_reads(program)
+        self.by_head = None if program.sink is None else by_head(program.sink)
+        self.of_sink = _read_by_sink(program, frozenset(self.fusable), packed=not problem.layout.is_dense)
+        alone = self.by_head in self.of_sink and self.by_head not in self.fusable
+        # which captured tensors want a gradient, where it is the sinks alone
+        self._sinks_alone = tuple([c is self.by_head for c in program.captures]) if alone else ()
+
+    def launcher(
+        self, has_dlse: bool, deterministic: bool, summed: frozenset[Capture] = NOTHING, of_sinks: bool = False
+    ) -> BackwardLauncher:
+        """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts.
+
+        `summed`: of which captured tensors the main kernel sums the gradient. `of_sinks`: that of sinks is wanted too.
+        """
+        form = (has_dlse, deterministic, summed, of_sinks)
+        found = self._launchers.get(form)
+        if found is None:
+            program = self.summing(summed) if summed else self.program
+            sinks = self._form_of_sinks() if of_sinks else None
+            how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
+            plans = plan_backward(self.problem, program, self.target, **how)
+            found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
+        return found
+
+    def _form_of_sinks(self) -> SinkForm:
+        of_heads = self.by_head
+        return SinkForm(torch.float32, True) if of_heads is None else SinkForm(of_heads.tensor.dtype, False)
+
+    def summing(self, summed: frozenset[Capture]) -> GradientProgram:
+        """The program, with sums of these captured tensors."""
+        found = self._summing.get(summed)
+        if found is None:
+            reads = {c: reads for c, reads in self.fusable.items() if c in summed}
+            found = self._summing[summed] = GradientProgram(self.program, reads)
+        return found
+
+    def describe(self) -> str:
+        """Who sums the gradient of each captured tensor that the score mod is differentiable in, and in what memory."""
+        lines = [f"{list(c.tensor.shape)}: by head, from LSE and D of the rows, repeatable" for c in self.of_sink]
+        score = self.program.score
+        for capture in dict.fromkeys(leaf.attr for leaf in (partials(score) if score else ()) if leaf.op == "read"):
+            tensor, reads = capture.tensor, self.fusable.get(capture)
+            who = "tile by tile in PyTorch, O(S) memory"
+            if reads:
+                patterns = " and ".join(dict.fromkeys(r.pattern.value for r in reads))
+                who = f"in the kernel, {patterns}, in 64-bit fixed point, {8 * tensor.numel()} bytes, repeatable"
+            lines.append(f"{list(tensor.shape)}: {who}")
+        return "\n".join(lines)
+
+    def deterministic(self) -> bool:
+        """Whether dQ has to be bitwise repeatable: as the problem says, or as torch is set now."""
+        asked = self.problem.deterministic
+        return torch._C._get_deterministic_algorithms() if asked is None else asked
+
+    def ready(
+        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
+    ) -> tuple[BackwardLauncher, Tables | None] | None:
+        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again.
+
+        Kernels that sum nothing; sinks may want a gradient. `lending`: if it stands.
+        """
+        launcher = self.launcher_before(has_dlse, of_captured)
+        if launcher is None:
+            return None
+        tables = None if launcher.standing is None else launcher.standing.find(lending)
+        return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
+
+    def launcher_before(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
+        """The kernels of such a backward that sum nothing, if there was one."""
+        if True in of_captured and of_captured != self._sinks_alone:
+            return None
+        return self._launchers.get((has_dlse, self.deterministic(), NOTHING, True in of_captured))
+
+    def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
+        """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""
+        at = self._sinks_alone.index(True)
+        sinks = captured[at]
+        made = torch.empty_like(sinks)
+        return (sinks, made), (*[None] * at, made, *[None] * (len(captured) - at - 1))
+
+    def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
+        if torch.is_grad_enabled():
+            raise GradientUnsupported(
+                'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
+                "whose gradients are"
+            )
+        captures, wanted = self.program.captures, known.wanted
+        if True not in wanted[3:]:
+            return *self._launched(known, scalars, sequences), *[None] * len(captures)
+        asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
+        summed = frozenset(c for c in asked if c in self.fusable)
+        found: dict[Capture, torch.Tensor | None] = {}
+        grads: Grads = (None, None, None)
+        of_sink = [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
+        sinks = self._values_of_sinks(known) if of_sink else None
+        if summed:
+            grads, found = self._summed(known, scalars, sequences, summed, sinks)
+        elif any(wanted[:3]) or sinks is not None:
+            grads = self._launched(known, scalars, sequences, of_sinks=sinks)
+        if sinks is not None:
+            self._add_sinks(found, of_sink, sinks[1], known)
+        if len(found) < len(asked):
+            also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
+            streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
+            found |= {c: g for c, g, want in zip(captures, streamed[3:], also, strict=True) if want}
+        return (*grads, *(found.get(c) for c in captures))
+
+    def _launched(
+        self,
+        known: BackwardInputs,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        summed: frozenset[Capture] = NOTHING,
+        made: Mapping[Capture, torch.Tensor] | None = None,
+        of_sinks: SinkGradient | None = None,
+    ) -> Grads:
+        """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`, that of sinks is filled in."""
+        q, k, v, out, lse, dout, dlse, captured, *_ = known
+        if dout.dtype is not out.dtype:
+            dout = dout.to(out.dtype)
+        form = (dlse is not None, self.deterministic(), summed, of_sinks is not None)
+        launcher = self._launchers.get(form) or self.launcher(*form)
+        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made, of_sinks)
+
+    def _summed(
+        self,
+        known: BackwardInputs,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        summed: frozenset[Capture],
+        of_sinks: SinkGradient | None,
+    ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
+        """(dq, dk, dv), and the gradients of `summed`."""
+        program = self.summing(summed)
+        at_call = dict(zip(self.program.captures, known.captured, strict=True))
+        known = known._replace(dout=known.dout.to(known.out.dtype))
+        units = self._units(program, known, sequences)
+        made = {program.units: units}
+        for c, total in program.totals.items():
+            made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
+        grads = self._launched(known, scalars, sequences, summed, made, of_sinks)
+        return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
+
+    def _values_of_sinks(self, known: BackwardInputs) -> SinkGradient:
+        """Sinks as kernels read them, and memory for their gradient: by head, or fp32 by sequence and head."""
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        if self.by_head is not None:
+            sinks = given[self.by_head]
+        else:
+            assert self.program.sink is not None
+            (value,) = evaluate_all([self.program.sink], self._at_sinks(known))
+            sinks = value.float().expand(self.problem.batch, self.problem.q_heads).flatten()
+        return sinks, torch.empty_like(sinks)
+
+    def _at_sinks(self, known: BackwardInputs) -> Env:
+        """(B, 1) sequences and (Hq,) heads."""
+        device = known.q.device
+        index = {
+            "b": torch.arange(self.problem.batch, device=device)[:, None],
+            "h": torch.arange(self.problem.q_heads, device=device),
+        }
+        at_call = zip(self.program.captures, known.captured, strict=True)
+        return Env(index, float_dtype=torch.float32, device=device, tensors={id(c.tensor): t for c, t in at_call})
+
+    def _add_sinks(
+        self,
+        found: dict[Capture, torch.Tensor | None],
+        asked: Sequence[Capture],
+        gradient: torch.Tensor,
+        known: BackwardInputs,
+    ) -> None:
+        """Adds the gradients of what the sink reads to those of `found`."""
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        if self.by_head is not None:
+            _add(found, self.by_head, gradient, given)
+            return
+        assert self.program.sink is not None
+        totals = {id(c.tensor): total_for(given[c], torch.float32, gradient.device) for c in asked}
+        by_sequence = gradient.view(self.problem.batch, self.problem.q_heads)
+        add_gradients(self.program.sink, self._at_sinks(known), by_sequence, totals)
+        for c in asked:
+            _add(found, c, totals[id(c.tensor)], given)
+
+    def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:
+        """Units in 1 of each sum."""
+        q, v, dout, dlse = known.q, known.v, known.dout, known.dlse
+        reads = program.reads.values()
+        more = 1.0 if program.keep is None else 2.0 ** -math.ceil(math.log2(factor_of(program.keep)))
+        if sequences.cu_q is None or sequences.cu_k is None:
+            return more * unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
+        totals = q.shape[0], v.shape[0]
+        rows = rows_in_use(sequences.cu_q, sequences.used_q, totals[0])
+        keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
+        return more * unit_counts(reads, dout, v, dlse, *totals, rows, keys)
+
+    def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        refresh(self.program.captures)
+        streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
+        if known.partial:
+            return streaming.backward(known._replace(dout=known.dout.to(known.out.dtype)))
+        # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
+        out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
+        return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
+
+
+def _add(
+    found: dict[Capture, torch.Tensor | None], capture: Capture, total: torch.Tensor, given: Mapping[Capture, Any]
+) -> None:
+    before = found.get(capture)
+    found[capture] = (total if before is None else total + before).to(given[capture].dtype)
+
+
+def _read_by_sink(program: Program, fusable: frozenset[Capture], packed: bool) -> tuple[Capture, ...]:
+    """The captured tensors whose gradient through the sink statistics of rows give.
+
+    Not where it differs by sequence (under vmap) and rows are packed: theirs don't say of which sequence they are.
+    """
+    sink, score = program.sink, program.score
+    if sink is None or (packed and sink.deps & Dep.B):
+        return ()
+    others = captures_of(score) if score is not None else ()
+    return tuple(c for c in captures_of(sink) if c in fusable or c not in others)

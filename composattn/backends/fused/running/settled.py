@@ -1,0 +1,200 @@
+"""Dense calls of one form of inputs, of which all is known: what is left of a call is memory and its launches.
+
+So are calls that ask for their output alone, where bulk copies can read q, k and v as they are. What asks for more
+(LSE, gradients that kernels sum, create_graph, a gradient of a form that was not seen before) takes the way of
+`composattn.backends.fused.running.call`, which looks at everything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+
+from ....analysis.graphs import numbers_now
+from ....call.autograd import Grads, gradients_of
+from ....call.sequences import NO_SEQUENCES
+from ....call.strides import strides_of_ordered
+from ....graph.forms import of_the_form
+from ....graph.lent import Lending
+from ....graph.moved import Places
+from .bulk import tidy
+from .launch import ForwardLauncher, form_alone, rows_of
+from .launch_backward import SinkGradient
+from .short_backward import Memory, Short, short_backward
+
+if TYPE_CHECKING:
+    from .call import FusedCall
+
+Numbers = Sequence[float | int]
+_WITH_LSE, _ALONE = (True, False), (False, False)
+
+
+def settles(*tensors: torch.Tensor) -> bool:
+    """Whether bulk copies can read all tensors of the form of these, but for their addresses."""
+    wrapped = any(is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) for t in tensors)
+    return not wrapped and all(t.numel() and tidy(t) is t for t in tensors)
+
+
+def memory_of(t: torch.Tensor, width: int) -> Memory:
+    """Makes memory like `t` of each tensor of its form, in its order of dimensions, with `width` as the last one."""
+    if t.is_contiguous() and t.shape[-1] == width:
+        return torch.empty_like
+    like = form_alone((*t.shape[:-1], width), strides_of_ordered(t, width), t.device, t.dtype)
+    return lambda t: torch.empty_like(like)
+
+
+def never(_: Any) -> bool:
+    return False
+
+
+class Settled:
+    """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
+
+    __slots__ = (
+        "backwards", "call", "has_captures", "is_learned", "known", "learns_captured", "lent", "lse", "made", "numbers",
+        "others", "with_lse",
+    )  # fmt: skip
+
+    def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.call, self.numbers = call, call.program.scalars
+        self.has_captures = bool(call.program.captures)
+        self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
+        # of those that are lent, whose forms are the plan's
+        self.lent, self.others = call.captured.lent, call.captured.others
+        self.with_lse: ForwardLauncher | None = None
+        self.learns_captured = True in [t.requires_grad for t in call.captured()]
+        self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
+        self.lse = form_alone(*rows_of(q), q.device)
+        self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
+        # by whether dQ has to be repeatable, and which captured tensors want a gradient; None: more is always asked
+        self.backwards: dict[Any, Short | None] = {}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None
+    ) -> torch.Tensor | None:
+        """The output; None where more has to be looked at. `lending` has not to be entered."""
+        call = self.call
+        captured: Sequence[torch.Tensor] = ()
+        if self.has_captures:
+            if lending is None:
+                captured = call.captured()
+            elif self.others is not None and lending.captures == self.lent:  # `TensorsOf.of`, without the call
+                captured = (*lending.tensors, *self.others) if self.others else lending.tensors
+            else:
+                return None
+        numbers: Numbers = numbers_now(self.numbers) if self.numbers else ()
+        if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
+            if _top_saved_tensors_default_hooks(False):  # what a hook gives back may lie in another way
+                return None
+            if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
+                return None
+            launcher = self.with_lse
+            if launcher is None:
+                call.checks_gradient  # noqa: B018  raises where there is none
+                launcher = self.with_lse = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
+            if lending is None or self.learns_captured or None in lending.unwritten:
+                return _recorded((self, launcher, numbers, lending, None), q, k, v, *captured)  # type: ignore[no-any-return]
+            return _recorded((self, launcher, numbers, lending, captured), q, k, v)  # type: ignore[no-any-return]
+        launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, lending)
+        out = self.made[0](q)
+        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers, NO_SEQUENCES, lending)
+        return out
+
+    def learn(self, dout: torch.Tensor) -> None:
+        """From now on gradients of this form go the short way, if they can."""
+        if settles(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
+            self.known = of_the_form(dout)
+
+    def learn_backward(self, asked: Any, of_captured: Sequence[bool], q: torch.Tensor) -> None:
+        """From now on a backward that asks for this goes the short way, if it can: it was just had the long way."""
+        gradient = self.call.known_gradient
+        launcher = None if gradient is None else gradient.launcher_before(False, of_captured)
+        _, *like = self.made
+        self.backwards[asked] = None if launcher is None else short_backward(launcher, q, like, self.call.scale)
+
+
+def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
+    """The kernels of a first call, which are made of what it reads."""
+    with nullcontext() if lending is None else lending:
+        launcher = call.launcher(*asked)
+        launcher.kernels()
+    return launcher
+
+
+# the last: what is read of a lending that tells of its writes; autograd has to know of other captured tensors
+_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None, Sequence[torch.Tensor] | None]
+
+
+class _Settled(torch.autograd.Function):
+    """Attributes of `ctx` are set where torch has a function for it that does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
+        settled, launcher, numbers, lending, lent = known
+        read = captured if lent is None else lent
+        out, lse = settled.made[0](q), torch.empty_like(settled.lse)
+        launcher.fill(q, k, v, out, lse, None, settled.call.scale, read, numbers, NO_SEQUENCES, lending)
+        ctx.known = known
+        ctx.materialize_grads = False
+        ctx.to_save = (q, k, v, out, lse, *captured)
+        if captured:
+            sources = settled.call.sources(lending)  # of which backwards make tables again
+            if sources:
+                ctx.to_save = (*ctx.to_save, *sources)
+            ctx.read = Places(ctx.to_save[5:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
+        settled, _, numbers, lending, lent = ctx.known
+        call, saved, of_captured = settled.call, ctx.saved_tensors, ()
+        stands = lending is not None and lending.stands()
+        if lent is None:
+            q, k, v, out, lse, *captured = saved
+            if captured:
+                of_captured = ctx.needs_input_grad[4:]
+                ctx.read.refuse_moved(captured)
+                del captured[len(of_captured) :]
+            if lending is not None and not stands:
+                lending.refuse_written_apart()
+        else:
+            q, k, v, out, lse = saved
+            captured = lent
+            if not stands:
+                lending.refuse_written()
+        asked: Any = torch._C._get_deterministic_algorithms()
+        if of_captured:
+            asked = asked, of_captured
+        if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
+            settled.learn(dout)
+        elif short := settled.backwards.get(asked):
+            of_sinks: SinkGradient | None = None
+            of_learned: Grads = ()
+            if of_captured:
+                of_learned = (None,) * len(captured)
+                if True in of_captured:
+                    of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
+            standing = lending if stands else None
+            found = short(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
+            if found is not None:
+                return (None, *found, *of_learned)
+        begun, wanted = call.begun(captured, numbers, lending), ctx.needs_input_grad[1:]
+        if lent is None:
+            of_all = gradients_of(begun, wanted, saved, dout, None)
+        else:
+            of_all = gradients_of(begun, (*wanted, *[False] * len(lent)), (*saved, *lent), dout, None)[:3]
+        if asked not in settled.backwards and settled.known(dout):
+            settled.learn_backward(asked, of_captured, q)
+        return None, *of_all
+
+
+# without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds
+_recorded = super(torch.autograd.Function, _Settled).apply
+_Settled._backward_cls.apply = _Settled.backward  # type: ignore[attr-defined]

@@ -1,0 +1,93 @@
+"""A dense backward of one form, of which all is known: what is left of it is memory and its launches, in one function.
+
+Torch runs a backward in a thread of its own, whose caches are cold: an instruction of Python takes 25 to 35 ns of an
+H200's host there. What `FusedGradient.ready` and `BackwardLauncher.fill` ask of every call is asked once here, of
+tensors that bulk copies can read as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ....analysis.streams import device_number, has_streams, is_captured
+from ....graph.lent import Lending
+from .launch_backward import BackwardLauncher, Gradients, SinkGradient
+from .scratch import kept
+
+Memory = Callable[[torch.Tensor], torch.Tensor]
+Short = Callable[..., Gradients | None]
+
+
+def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float) -> Short | None:
+    """What launches the kernels of `launcher` for tensors of one form, which it has just had, if it can.
+
+    q: of that form; `like`: make memory for the gradients of q, k, v.
+    The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, what was lent for it if
+    that stands, and sinks with memory for their gradient. It gives None where it can't serve: on another device, while
+    a CUDA graph is recorded, and where tables have to be made again.
+    """
+    plan, reads, standing, sizes = launcher.plans.main, launcher.reads, launcher.standing, launcher.sizes
+    if sizes is None or sizes.of != q.shape or sizes.scratch is None:
+        return None
+    if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
+        return None
+    nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
+    before, kernel, after, gather = launcher.preprocess, launcher.main, launcher.postprocess, launcher.gather
+    like_q, like_k, like_v = like
+    taken, number = sizes.scratch.taken, sizes.scratch.number
+    turns_of, pieces_of = sizes.turns, None if plan.cut is None else launcher.pieces
+    device = device_number(q.device) if has_streams(q.device) else None
+
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        numbers: Sequence[float | int],
+        lending: Lending | None,
+        of_sinks: SinkGradient | None,
+    ) -> Gradients | None:
+        stream = None
+        if device is not None:
+            if device != torch._C._cuda_getDevice():
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            if is_captured(stream):
+                return None
+        rows = keys = None
+        if standing is not None:
+            tables = standing.found(lending, stream)
+            if tables is None:
+                return None
+            rows, keys = tables
+        if nothing:
+            captured = ()
+        elif has_numbers:
+            captured = given(captured)
+        place: Any = (number, stream or 0)
+        memory = kept.pop(place, None)  # as `Scratch.taken`, without the call
+        if memory is None:
+            memory, place = taken(stream or 0)
+        workspace, sums = memory
+        turns = None if turns_of is None else torch.zeros(turns_of, dtype=torch.int32, device=q.device)
+        pieces = None if pieces_of is None else pieces_of(k, keys)
+        sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
+        dq, dk, dv = like_q(q), like_k(k), like_v(v)
+        read, told = tuple(captured) or None, tuple(numbers) or None
+        # each in the order of its record
+        before(out, dout, lse, None, workspace, sums, None, rows, sinks)
+        kernel(q, k, v, dout, workspace, sums, dk, dv, pieces, turns, scale, None, keys, read, told)
+        after(sums, dq, scale, None, rows, sinks)
+        if gather is not None:
+            gather(pieces, dk, dv, None)
+        if place is not None:
+            kept[place] = memory
+        return dq, dk, dv
+
+    return run

@@ -1,0 +1,118 @@
+"""What an architecture provides for generated kernels, and the table of architectures."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ....errors import GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from .target import Target
+from .tiling import BackwardTiling, ForwardTiling
+
+CAPTURE_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+)  # fmt: skip
+
+
+class Kernel(abc.ABC):
+    """A generated kernel, made of its plan: called on the host, with a stream and the fields of its `arguments`."""
+
+    arguments: ClassVar[Any]  # a record, of `composattn.backends.fused.planning.arguments`
+    plan: Any
+
+    @abc.abstractmethod
+    def __init__(self, plan: Any) -> None: ...
+
+    @abc.abstractmethod
+    def __call__(self, stream: Any, *arguments: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return str(self.plan.step)  # becomes part of the compiled kernel's name
+
+
+def _no_table(problem: Problem, program: Program, target: Target) -> str:
+    return "by rules; no table says what was measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
+
+    `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
+    `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
+    Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
+    dQ is summed in a fixed order; `forward_words`: why a forward has its tiling. `kernels`, by the step that a plan
+    names, imports the kernel language.
+    """
+
+    name: str
+    chip: str
+    target: Target
+    ran: bool
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int
+    max_value_dim: int
+    max_gradient_dim: int
+    forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
+    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
+    kernels: Callable[[], Mapping[str, type[Kernel]]]
+    forward_words: Callable[[Problem, Program, Target], str] = _no_table
+
+    def check(self, problem: Problem, program: Program) -> None:
+        """Refuses, before compiling, what the kernels can't do."""
+        if problem.dtype not in self.dtypes:
+            takes = " and ".join(str(t).removeprefix("torch.") for t in self.dtypes)
+            raise UnsupportedDType(
+                f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
+                'cast q, k and v, or use backend="streaming"'
+            )
+        for name, d, most in (
+            ("D", problem.head_dim, self.max_head_dim),
+            ("Dv", problem.head_dim_v, self.max_value_dim),
+        ):
+            if d > most or d % 8:
+                padding = "pad with zeros (F.pad) and pass scale=, or " if d < most else ""
+                raise UnsupportedHeadDim(
+                    f'backend="{self.name}" takes {name} in multiples of 8 up to {most}, got {d}; '
+                    f'{padding}use backend="streaming"'
+                )
+        for capture in program.captures:
+            if capture.tensor.dtype not in CAPTURE_DTYPES:
+                raise UnsupportedCapture(
+                    f'backend="{self.name}" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
+                    f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
+                )
+
+    def has_gradient(self, problem: Problem) -> bool:
+        return max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
+
+    def check_gradient(self, problem: Problem) -> None:
+        """Refuses gradients that the kernels can't compute."""
+        if not self.has_gradient(problem):
+            raise GradientUnsupported(
+                f'backend="{self.name}" has gradients for D and Dv up to {self.max_gradient_dim}, got '
+                f'{problem.head_dim} and {problem.head_dim_v}; use backend="streaming" for gradients, or call it under '
+                "torch.no_grad()"
+            )
+
+
+ARCHITECTURES: dict[str, Architecture] = {}
+"""By name. `composattn.backends` enters them: they are made of what this folder has, so nothing here imports them."""
+
+
+def architecture_of(target: Target) -> Architecture:
+    """Whose kernels run on `target`."""
+    return ARCHITECTURES[target.backend]
+
+
+def planned_for(backend: str | None) -> Target:
+    """The GPU that is planned for where none is there: of `backend` if that generates kernels, else of the first."""
+    name = (backend or "").removesuffix("-emulated")
+    return ARCHITECTURES.get(name, next(iter(ARCHITECTURES.values()))).target

@@ -1,0 +1,76 @@
+"""The GPUs that kernels are generated for: one frozen record each, usable with no GPU present."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ....errors import BackendUnavailable
+
+CHOOSES = {"why": "a tiling is chosen by it, whose fields say what came of it"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Facts of one GPU that planning and code generation need.
+
+    `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
+    other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
+    what one multiprocessor has. `memory_rate`: of device memory, in GB/s.
+
+    Rates are of one multiprocessor: 16-bit operations of the matrix unit (a multiply-add is two), results of
+    exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
+    all instructions (CUDA C++ Programming Guide, compute capability 9.0, taken to hold for 10.0 and 10.3; that the
+    doubled exponentials of 10.3 leave other special functions as they were is assumed). `maximum_by_load`: what loads
+    the results of products also gives the largest of them.
+    """
+
+    gpu: str = dataclasses.field(compare=False, metadata={"why": "for people to read"})
+    backend: str
+    arch: str
+    sms: int
+    shared_memory: int
+    registers: int
+    exp2_per_clock: int
+    matrix_per_clock: int = dataclasses.field(compare=False, metadata=CHOOSES)
+    special_per_clock: int = dataclasses.field(default=16, compare=False, metadata=CHOOSES)
+    fma_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
+    alu_per_clock: int = dataclasses.field(default=64, compare=False, metadata=CHOOSES)
+    issue_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
+    maximum_by_load: bool = dataclasses.field(default=False, compare=False, metadata=CHOOSES)
+    memory_rate: int = dataclasses.field(default=4800, compare=False, metadata=CHOOSES)
+
+    @staticmethod
+    def of(device: torch.device) -> Target:
+        """The target of a CUDA device; raises `BackendUnavailable` where no kernel is generated for it."""
+        facts = torch.cuda.get_device_properties(device)
+        target = TARGETS.get((facts.major, facts.minor))
+        if target is None:
+            known = ", ".join(f"{major}.{minor} ({t.arch})" for (major, minor), t in TARGETS.items())
+            raise BackendUnavailable(
+                f"no generated kernel for {facts.name} (compute capability {facts.major}.{facts.minor}); generated "
+                f'kernels take {known}, backend="streaming" takes any device'
+            )
+        found = dataclasses.replace(target, gpu=facts.name, sms=facts.multi_processor_count)
+        if not hasattr(facts, "memory_bus_width"):  # older versions of torch do not say
+            return found
+        # kHz, bits, two transfers a clock
+        rate = 2 * facts.memory_clock_rate * facts.memory_bus_width // (8 * 10**6)
+        return dataclasses.replace(found, memory_rate=rate)
+
+
+HOPPER = Target(
+    "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=4096,
+)  # fmt: skip
+BLACKWELL = Target(
+    "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=8192,
+)  # fmt: skip
+
+TARGETS = {
+    (9, 0): HOPPER,
+    (10, 0): BLACKWELL,
+    (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32, maximum_by_load=True),
+}

@@ -1,0 +1,276 @@
+"""How a generated kernel cuts the work: what all architectures' tilings have. Each adds numbers of its own."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ....primitives.exponential_units import HARDWARE, ExponentialUnits
+from ....primitives.lag import WHATEVER_SUMS, Lag
+from .target import Target
+from .traits import keys, queries, reads_pairs
+
+STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
+
+
+def slots(heads: int) -> int:
+    """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
+    return 1 << (heads - 1).bit_length()
+
+
+def invariant_keys(widest: int, program: Program) -> int:
+    """Keys of a tile where results are batch-invariant, of D and Dv the wider: D and the mods decide, no length does.
+
+    64 everywhere took 12 to 15 % more than the default of causal 8k, D 128 and 64 (H200).
+    """
+    return 64 if widest > 128 or reads_pairs(program.score) else 128
+
+
+def whole_pages(most: int) -> int:
+    """Keys of a tile that are whole pages, or a part of one, up to so many: pages are powers of two."""
+    return 1 << most.bit_length() - 1
+
+
+def keys_by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2) -> int:
+    """Keys of a tile for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory."""
+    free = target.shared_memory - 1024 - tile_m * rows * 2
+    return free // (2 * stages * keys) // 16 * 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling(abc.ABC):
+    """Tiles of `tile_m` query rows and `tile_n` keys.
+
+    `kernel` is the one of the architecture's kernels that is cut so. `d` and `dv` are the head dimensions as stored on
+    chip, padded with zeros. `l2`: bytes of what the heads that are worked on together read (and add to), unless
+    `heads_together` says how many key/value heads they are. `persistent`: a block stays for many work tiles.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    d: int
+    dv: int
+    l2: int
+    heads_together: int | None = None
+    persistent: bool = False
+
+    @property
+    def in_stretches(self) -> bool:
+        """Whether tiles of its kernel can begin with stretches of rows that see only each other, if there are such."""
+        return False
+
+    @abc.abstractmethod
+    def shared_memory(self, element_bytes: int) -> int:
+        """Bytes a block takes, barriers and alignment included."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, str]:
+        """What only this architecture's kernels have, by what it is about, for people to read."""
+
+
+def query_tiles(problem: Problem, heads: int, rows: int) -> int:
+    """Of a batch entry: tiles of so many rows, which `heads` of a key/value head share."""
+    return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads)
+
+
+def key_tiles(problem: Problem, columns: int) -> int:
+    """Of a sequence: tiles of so many keys."""
+    return -(-keys(problem) // columns)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardTiling(Tiling):
+    """A block owns `tile_m` query rows and walks over keys.
+
+    `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
+    `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
+    multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
+    stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
+    tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
+    through shared memory, so that Q's place is the next tile's once scores are done. `shares`: blocks that stay share
+    tiles alike, by keys: those that draw them the "last" ones, which are no whole rounds (see `primitives.shares`),
+    others "all" of them (`primitives.equal_shares`).
+    """
+
+    kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
+    packed_heads: int = 1
+    exponential: ExponentialUnits = HARDWARE
+    blocks: int = 1
+    drawn: Literal["early", "late"] | None = None
+    output_direct: bool = False
+    shares: Literal["last", "all"] | None = None
+
+    @property
+    def slots(self) -> int:
+        """Rows of a tile that one query takes."""
+        return slots(self.packed_heads)
+
+    @property
+    def blocks_are_tiles(self) -> bool:
+        """Whether as many blocks are launched as there are work tiles, not as many as run at once."""
+        return not self.persistent
+
+    @property
+    def dealt(self) -> str:
+        """How blocks get their tiles, for people to read."""
+        if not self.persistent:
+            return "one block per tile"
+        if self.drawn is None:
+            return "persistent, all keys shared alike" if self.shares else "persistent"
+        return f"persistent, the next tile drawn {self.drawn}" + ", the last two rounds shared alike" * bool(
+            self.shares
+        )
+
+    @property
+    def most_rows(self) -> int:
+        """Of a tile, that may be queries' heads."""
+        return self.tile_m
+
+    @property
+    def reads_far_ahead(self) -> bool:
+        """Whether more than the next tile of keys is on its way to a block."""
+        return True
+
+    @property
+    def computing_warps(self) -> int:
+        """Of a block, that have rows of the output."""
+        raise NotImplementedError(f"{self.kernel} has no shares")
+
+    @property
+    def left_numbers(self) -> int:
+        """What a share leaves: of each row its sums and statistics."""
+        raise NotImplementedError(f"{self.kernel} has no shares")
+
+    @property
+    def queries(self) -> int:
+        """Queries whose rows fill a tile."""
+        return self.tile_m // self.slots
+
+    @property
+    def key_box(self) -> tuple[int, int]:
+        """Rows and columns of K in one stage of shared memory."""
+        return self.tile_n, self.d
+
+    @property
+    def value_box(self) -> tuple[int, int]:
+        """Rows and columns of V in one stage of shared memory."""
+        return self.tile_n, self.dv
+
+    @property
+    def output_columns(self) -> int:
+        """Of the output, that one copy takes."""
+        return self.dv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowForwardTiling(ForwardTiling):
+    """Products lie in memory of the matrix unit, a row a thread, in `query_tiles`; each has `score_places` there.
+
+    The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
+    `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
+    `lag`: how far a row's maximum may lag behind its largest score, so that the output is not rescaled.
+    """
+
+    query_tiles: int
+    score_places: int
+    k_stages: int
+    v_stages: int
+    early_keys: int
+    maximum_by_load: bool
+    lag: Lag = WHATEVER_SUMS
+
+    @property
+    @abc.abstractmethod
+    def first_output(self) -> int:
+        """The column of the unit's memory where the outputs of all query tiles begin, one after the other."""
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries of one of the query tiles."""
+        return self.queries // self.query_tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTiling(Tiling):
+    """A block owns `tile_n` keys and walks over queries.
+
+    `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
+    share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
+    kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
+    the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn;
+    it has `heads_at_last`, None: as many as the others.
+    `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
+    `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
+    `heads_a_piece`: every tile of keys is cut in pieces of so many query heads of its group, so that those which run
+    together are at few heads; 0: it is not.
+    `short_rows`: of a sequence's last query tile, where it has no more, only these are computed; 0: all are.
+    """
+
+    kernel: str = "backward"
+    sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
+    section_tiles: int
+    in_pieces: bool = False
+    clears: bool = False
+    ends_backwards: bool = False
+    heads_at_last: int | None = None
+    first_writes: bool = False
+    claimed_parts: int = 0
+    heads_a_piece: int = 0
+    short_rows: int = 0
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether a piece of a tile of keys is some of the heads of its group, else it is some of its queries."""
+        return self.ends_backwards or self.heads_a_piece > 0
+
+    def flags(self, tiles: Any) -> Any:
+        """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
+        return int(self.clears) + self.claimed_parts * tiles
+
+    @property
+    def key_groups(self) -> int:
+        """Groups of a tile's keys that pass by query tiles each on its own."""
+        return 1
+
+    @property
+    def block_keys(self) -> int:
+        """Of a tile, that a block has."""
+        return self.tile_n // self.sharing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBackwardTiling(BackwardTiling):
+    """Products lie in memory of the matrix unit, a row a thread: `groups` of threads share the queries of a tile.
+
+    `dq_at_once`: columns of a row of dQ that a thread has in registers, which leave in parts of `dq_part` through two
+    buffers. `distances`: numbers in shared memory through which sums of gradients by distance pass.
+    """
+
+    groups: int = 2
+    dq_at_once: int
+    dq_part: int = 32
+    distances: int = 0
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> Any:
+        """Where scores, gradients, dv, dk and dq lie in the unit's memory: `first`, `count`, `stop` of each."""
+
+    @property
+    def queries(self) -> int:
+        """Of a tile, that a thread has, if it has a key."""
+        return self.tile_m // self.groups
+
+    @property
+    def strip(self) -> int:
+        """How many of these queries lie side by side; groups of threads have such strips in turns."""
+        return self.queries
+
+    @property
+    def keys(self) -> int:
+        """Of a tile, that a thread has, if it has a query."""
+        return self.tile_n // self.groups

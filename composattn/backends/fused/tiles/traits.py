@@ -1,0 +1,122 @@
+"""The facts of a call that tilings depend on: lengths, and what its mods read and test."""
+
+from __future__ import annotations
+
+from ....analysis.bands import mirrored, residual
+from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ....graph.expr import Dep, Expr, Rate, walk
+from ....graph.gradient import derivative
+
+
+def padded(d: int) -> int:
+    """Head dimension on chip: what a copy with at least 64-byte swizzle, as rows or as columns, and a product take."""
+    return -(-d // 32) * 32
+
+
+def reads_pairs(graph: Expr | None) -> bool:
+    """Whether a tensor is read at (q, kv)."""
+    return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
+
+
+def reads_along_keys(graph: Expr | None) -> bool:
+    """Whether a tensor is read at each key, of all queries or of each."""
+    return graph is not None and any(n.op == "read" and n.rate in (Rate.COLUMN, Rate.ELEMENT) for n in walk(graph))
+
+
+def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
+    """Whether a tensor is read along such a pattern."""
+    return graph is not None and any(n.op == "read" and pattern_of(n) is pattern for n in walk(graph))
+
+
+def bytes_at_pairs(graph: Expr) -> int | None:
+    """Of the numbers that are read for each (q, kv) as they lie; None where some are elsewhere, as at distances."""
+    reads = [n for n in walk(graph) if n.op == "read" and n.rate is Rate.ELEMENT]
+    if any(pattern_of(n) is not Pattern.PAIR for n in reads):
+        return None
+    return sum(n.attr.tensor.element_size() for n in reads)
+
+
+def reads_any(graph: Expr | None) -> bool:
+    """Whether a tensor is read at all."""
+    return graph is not None and any(n.op == "read" for n in walk(graph))
+
+
+def is_line(score: Expr | None) -> bool:
+    """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
+    if score is None:
+        return True
+    sloped = derivative(score).rate in (Rate.CONSTANT, Rate.HEAD)
+    return sloped and not reads_along_keys(score)
+
+
+def has_costly_test(mask: Expr | None) -> bool:
+    """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
+    if mask is None:
+        return False
+    fixed = (Rate.CONSTANT, Rate.HEAD)
+    return residual(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
+
+
+def has_bounded_documents(mask: Expr | None) -> bool:
+    """Whether it is a condition on positions and one that reads tensors at a query or a key, as of causal documents."""
+    return mask is not None and has_costly_test(mask) and _has_plain_part(mask)
+
+
+def _has_plain_part(mask: Expr) -> bool:
+    return any(map(_has_plain_part, mask.args)) if mask.op == "and" else not reads_any(mask)
+
+
+def has_opaque_test(program: Program) -> bool:
+    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
+    return program.mask is not None and residual(program.mask).opaque
+
+
+def bounds_queries(mask: Expr | None) -> bool:
+    """Whether bounds on queries say which of them see a key; documents have such, a table of pairs has none."""
+    return mask is None or not residual(mirrored(mask)).opaque
+
+
+def sums_by(program: Program, pattern: Pattern) -> bool:
+    """Whether the kernel sums the gradient of a tensor along such a pattern."""
+    reads = program.reads.values() if isinstance(program, GradientProgram) else ()
+    return any(read.pattern is pattern for group in reads for read in group)
+
+
+def sees_score(program: Program) -> bool:
+    """Whether the derivative of the score mod looks at the score, so that P and dS are computed together."""
+    return program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
+
+
+def queries(problem: Problem) -> int:
+    """Of a sequence: packed, the most that any has, if that is known, else as many as there are on average."""
+    packed, most = problem.layout.q == "packed", problem.layout.max_q_len
+    return problem.q_len if not packed else -(-problem.q_len // problem.batch) if most is None else most
+
+
+def keys(problem: Problem) -> int:
+    """Of a sequence, as of `queries`; in pages, as many as the page table has room for."""
+    packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
+    return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
+
+
+def changes_weights(program: Program) -> bool:
+    """Whether a score mod or dropout leaves no weight as the scores have it; what a mask lets through it leaves."""
+    return program.score is not None or program.keep is not None
+
+
+def sees_at_most(most: int, program: Program) -> bool:
+    """Whether constants of the mask leave a row so few."""
+    return program.limits is not None and program.limits.most is not None and program.limits.most <= most
+
+
+def tiles_are_equal(problem: Problem, program: Program) -> bool:
+    """Whether each work tile has all keys, and nobody asked for parts of them."""
+    return program.mask is None and problem.layout.is_dense and problem.schedule.split_kv == "auto"
+
+
+def may_pass(problem: Problem, program: Program, heads: int) -> bool:
+    """Whether groups of a query tile's rows may visit other keys, neighbouring ones."""
+    apart = program.mask is not None and len(program.intervals) == 1
+    return apart and problem.layout.is_dense and heads == 1 and not problem.schedule.batch_invariant
