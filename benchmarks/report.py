@@ -1,4 +1,4 @@
-"""Tables, plots and the README's sentences from the kept results, written into the pages between their markers."""
+"""Tables, plots and the README's sentences from the kept results; `pages.py` writes them between their markers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import context_parallel_report
 from benchmarks.implementations import BARE, DETERMINISTIC, FLOOR, GEMM, OURS, PACKED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
-README = ROOT / "README.md"
-GALLERY = ROOT / "docs" / "gallery.md"
-MORE = ROOT / "docs" / "more.md"
-PARALLEL = ROOT / "docs" / "parallel.md"
 PLOTS = ROOT / "docs" / "plots"
 NOTHING = "No results are kept yet: `make bench` on a machine with a GPU writes them.\n"
 
@@ -186,12 +180,17 @@ def elsewhere(result: Result) -> str:
     return "".join(f" Of commit `{commit[:12]}`: {'; '.join(rows)}." for commit, rows in of_commits.items())
 
 
+def folded(words: str, text: str) -> str:
+    """What a reader opens by a click on its words, on GitHub and on the site."""
+    return f"<details markdown>\n<summary>{words}</summary>\n\n{text.rstrip()}\n\n</details>\n"
+
+
 def section(result: Result, plots: Iterable[str]) -> str:
+    """Its heading, which links lead to, and all else folded."""
     facts = result.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     failures = [f"- {r['row']}, {r['impl']}: {r['error']}" for r in facts["rows"] if "error" in r]
     parts = [
-        f"## {result.name}\n",
         f"{facts['machine']}; {versions}; commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
         f"`{facts['command']}`.{spread(result)}{elsewhere(result)}\n",
         *(f"![{name}](plots/{name})\n" for name in plots),
@@ -199,7 +198,8 @@ def section(result: Result, plots: Iterable[str]) -> str:
     ]
     if failures:
         parts += ["What failed:\n", "\n".join(failures) + "\n"]
-    return "\n".join(parts)
+    rows = f"{len(result.table)} rows, commit {facts['commit'][:7]}, {facts.get('date', '')}"
+    return f"## {result.name}\n\n{folded(rows, chr(10).join(parts))}"
 
 
 def plot(result: Result, folder: Path) -> list[str]:
@@ -357,36 +357,3 @@ def newest(kind: str, results: list[Result]) -> str:
             run = f"[{result.name}](benchmarks.md#{result.name})"
             return f"{markdown(result)}\nRun {run}: {result.facts['machine'].split(',')[0]}.\n"
     return NOTHING
-
-
-def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
-    """What the pages must say, given the results and the names of their plots."""
-    sections = [section(r, plots.get(r.name, [])) for r in reversed(results)]
-    return {
-        PAGE: between(PAGE.read_text(), "\n".join(sections) or NOTHING, "results"),
-        README: between(README.read_text(), headline(results) or NOTHING, "results"),
-        GALLERY: with_speeds(GALLERY.read_text(), results),
-        MORE: between(MORE.read_text(), newest("planning", results), "planning"),
-        PARALLEL: between(PARALLEL.read_text(), context_parallel_report.all_kept(), "results"),
-    }
-
-
-def plots_there(results: list[Result]) -> dict[str, list[str]]:
-    return {r.name: [f"{r.name}-{s}.svg" for s in ("best-peer", "gemm") if (PLOTS / f"{r.name}-{s}.svg").exists()]
-            for r in results}  # fmt: skip
-
-
-def stale() -> list[Path]:
-    """The pages that do not say what the kept results say."""
-    results = kept()
-    return [path for path, text in pages(results, plots_there(results)).items() if path.read_text() != text]
-
-
-def write() -> None:
-    results = kept()
-    plots = {result.name: plot(result, PLOTS) for result in results}
-    if headline(results):
-        plot_speed(results, PLOTS)
-    for path, text in pages(results, plots).items():
-        path.write_text(text)
-        print(f"wrote {path.relative_to(ROOT)}")

@@ -256,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.report:
-        from benchmarks.report import write
+        from benchmarks.pages import write
 
         write()
         return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, cold, context_parallel_report, planning, report, run, timing
+from benchmarks import accuracy, cold, context_parallel_report, pages, planning, report, run, summary, timing
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import GEMM, OURS, Inputs, TorchSdpa, interval_ends
@@ -222,6 +222,26 @@ def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
     assert report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0), newer]) == said
 
 
+def test_the_first_table_of_the_page_counts_slower_rows_and_links_to_all_rows_of_a_run() -> None:
+    rows = [{"row": f"forward {n}", "impl": OURS, "tflops": 100.0} for n in range(3)]
+    rows += [{"row": f"forward {n}", "impl": "peer", "tflops": speed} for n, speed in enumerate((50.0, 200.0, 80.0))]
+    made = report.Result("chip-forward", {"machine": "one chip, 1 SM", "rows": rows})
+    *_, line = summary.to_peers([made]).splitlines()
+    assert line == "| [forward](#chip-forward) | 3 | 1 | 1.25× | 0.50× | 2.00× |"
+    assert summary.summary([made]) == "", "no table of a direction that no run has"
+
+
+def test_a_row_that_failed_is_beside_no_peer_in_the_table_of_one_shape() -> None:
+    def run_of(way: str, *rows: dict[str, object]) -> report.Result:
+        made = [{"row": f"{way} {report.SHOWN} causal"} | row for row in rows]
+        return report.Result(f"chip-{way}", {"machine": "one chip, 1 SM", "rows": made})
+
+    forward = run_of("forward", {"impl": OURS, "tflops": 600.0}, {"impl": "peer", "tflops": 500.0})
+    backward = run_of("backward", {"impl": OURS, "tflops": 400.0}, {"impl": "peer", "error": "no"})
+    *_, line = summary.speeds([forward, backward]).splitlines()
+    assert line == "| causal | 600 | 500, peer | 400 | – |"
+
+
 def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
     row = planning.measure(planning.Row("window", 1 << 12, planning.windows), CPU, repeats=2)
     kept = report.Result("a-planning", {"rows": [row, {**row, "impl": "peer", "done_ms": 5.0, "peak_bytes": 3 << 20}]})
@@ -251,7 +271,7 @@ def test_new_processes_have_a_table_of_their_own() -> None:
 
 
 def test_the_pages_say_what_the_kept_results_say() -> None:
-    assert report.stale() == [], "run: python benchmarks/run.py --report"
+    assert pages.stale() == [], "run: python benchmarks/run.py --report"
 
 
 @pytest.mark.parametrize("pattern", [full, causal, window, prefix, documents])
