@@ -34,6 +34,7 @@ from composattn.backends.fused.planning.arguments import (
     PostprocessArguments,
     PreprocessArguments,
 )
+from composattn.backends.fused.running import captured
 from composattn.backends.fused.running.bulk import tidy
 from composattn.backends.fused.running.captured import Standing
 from composattn.graph import copies as tables
