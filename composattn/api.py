@@ -18,7 +18,7 @@ from .dispatch import operators
 from .dispatch.held import Held
 from .dispatch.kept import planned_for
 from .dispatch.planned import CallOptions, asked_for
-from .dispatch.spoken import Mods, Spoken, spoken
+from .dispatch.serialized import Mods, Serialized, serialize
 from .errors import UnsupportedOption
 from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
@@ -159,20 +159,20 @@ class Attention(Held):
         if shard is not None:
             _refuse_dropout(keep)
             if compiling:
-                return shared_operators.call(shard.number, inputs, self.spoken, asked)
+                return shared_operators.call(shard.number, inputs, self.serialized, asked)
             mods, options = self._state
             return shard.attend(mods[:3], options, inputs, asked)
         if not eager:
-            said = self.spoken if keep is None else self._spoken_with(keep.on_device(q.device))
-            return operators.call(inputs, said, self.number, asked)  # type: ignore[no-any-return]
+            call = self.serialized if keep is None else self._serialized_with(keep.on_device(q.device))
+            return operators.call(inputs, call, self.number, asked)  # type: ignore[no-any-return]
         if keep is not None:
             keep.draw()
         return super().__call__(inputs, asked)  # type: ignore[no-any-return]
 
-    def _spoken_with(self, keep: Dropout) -> Spoken:
+    def _serialized_with(self, keep: Dropout) -> Serialized:
         """What compiled code calls, with a seed of its own."""
         (score, mask, sink, _), options = self._state
-        return spoken((score, mask, sink, keep), options)
+        return serialize((score, mask, sink, keep), options)
 
     def explain(
         self,
@@ -284,10 +284,10 @@ def _spoken_or_shared(
     score, mask, sink, keep = mods
     if shard is None:
         keep = None if keep is None else keep.on_device(inputs.q.device)
-        return operators.call(inputs, spoken((score, mask, sink, keep), options), -1, asked)
+        return operators.call(inputs, serialize((score, mask, sink, keep), options), -1, asked)
     _refuse_dropout(keep)
     if compiling:
-        return shared_operators.call(shard.number, inputs, spoken((score, mask, sink, None), options), asked)
+        return shared_operators.call(shard.number, inputs, serialize((score, mask, sink, None), options), asked)
     return shard.attend((score, mask, sink), options, inputs, asked)
 
 

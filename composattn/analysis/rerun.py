@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        step = Step(func, self.spoken(list(args)), {k: self.spoken(v) for k, v in kwargs.items()}, [])
+        step = Step(func, self.with_slots(list(args)), {k: self.with_slots(v) for k, v in kwargs.items()}, [])
         if func._schema.is_mutable and not all(id(t) in self.slots for t in _written(func, args, kwargs)):
             self.follows = False  # what is kept would change from run to run
         self.follows &= not _hangs_on_contents(func, args)
@@ -114,11 +114,11 @@ class _Recorder(TorchDispatchMode):
             self.held.append(tensor)
         return self.slots[id(tensor)]
 
-    def spoken(self, value: Any) -> Any:
+    def with_slots(self, value: Any) -> Any:
         """Arguments with slots in place of tensors that the inputs decide."""
         if isinstance(value, T):
             return self.slots.get(id(value), value)
-        return [self.spoken(v) for v in value] if isinstance(value, tuple | list) else value
+        return [self.with_slots(v) for v in value] if isinstance(value, tuple | list) else value
 
 
 def _gives_argument(func: Any, args: Sequence[Any], found: Sequence[Any]) -> bool:
@@ -146,7 +146,7 @@ class _Recorded:
     """A run as steps, without those whose results nobody reads."""
 
     def __init__(self, recorder: _Recorder, results: Sequence[T]) -> None:
-        self.results = recorder.spoken(list(results))
+        self.results = recorder.with_slots(list(results))
         needed = {leaf for leaf in self.results if isinstance(leaf, Slot)}
         once = _without_repetitions(recorder.steps, needed)
         self.steps: list[tuple[Step, set[int]]] = []  # each with the slots that nobody reads any more

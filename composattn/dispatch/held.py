@@ -16,13 +16,13 @@ from ..graph.lent import Lending
 from ..mods.mask import Mask
 from . import operators
 from .planned import Options, Planned, refuse_flattened
-from .spoken import Mods, Spoken, spoken
+from .serialized import Mods, Serialized, serialize
 
 
 class Held(Planned):
     """What `ca.Attention` is behind its front; `number`: what compiled code knows this object by."""
 
-    spoken: Spoken
+    serialized: Serialized
 
     def __init__(self, mods: Mods, options: tuple[Any, ...]) -> None:
         """`options`: scale, backend, deterministic, schedule."""
@@ -30,10 +30,10 @@ class Held(Planned):
         program = Program(*(None if mod is None else mod.expr for mod in mods))
         super().__init__(program, Options(*options))
         self.scale, self.backend, self.deterministic, self.schedule = options
-        self.spoken = spoken(mods, options)
+        self.serialized = serialize(mods, options)
         self.number = operators.register(self)
-        self._seen = [_look(t) for t in self.spoken.tensors]
-        if not any(map(is_functorch_wrapped_tensor, self.spoken.tensors)):
+        self._seen = [_look(t) for t in self.serialized.tensors]
+        if not any(map(is_functorch_wrapped_tensor, self.serialized.tensors)):
             program.captures  # noqa: B018  tables are made now: a first call may come when memory belongs to a CUDA graph
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -60,10 +60,10 @@ class Held(Planned):
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""
-        refuse_flattened(self.spoken.tensors)
+        refuse_flattened(self.serialized.tensors)
         if copies.made:
-            refuse_outdated(self.spoken.tensors)
-        for tensor, seen in zip(self.spoken.tensors, self._seen, strict=True):
+            refuse_outdated(self.serialized.tensors)
+        for tensor, seen in zip(self.serialized.tensors, self._seen, strict=True):
             if _look(tensor) != seen:
                 then, now = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (seen, _look(tensor)))
                 raise errors.CapturedTensorChanged(

@@ -52,7 +52,7 @@ from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_form
 from .kept import planned_of
 from .planned import Planned, asked_of, refuse_gradient
-from .spoken import Spoken, heard
+from .serialized import Serialized, parse
 from .transforms import active, break_graph
 
 _plans: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
@@ -60,7 +60,7 @@ _numbers = itertools.count()
 
 
 def register(planned: Planned) -> int:
-    """The number by which operators find a plan that has `spoken`, for as long as it lives."""
+    """The number by which operators find a plan that has `serialized`, for as long as it lives."""
     number = next(_numbers)
     _plans[number] = planned
     return number
@@ -74,13 +74,13 @@ def written_down() -> bool:
 # --- a call -----------------------------------------------------------------------------------------------------
 
 
-def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
+def call(inputs: Inputs, serialized: Serialized, plan: int, asked: Asked) -> Any:
     """A call as torch.compile, torch.export and fake tensors see it: out, and what else is `asked` for.
 
     Raises: `UnsupportedOption` for a `ca.scalar` in a program that is exported.
     """
     # Dynamo of torch 2.11 says yes to is_exporting() wherever it compiles
-    if any(isinstance(s, Scalar) for s in said.scalars) and torch.compiler._is_exporting_flag:
+    if any(isinstance(s, Scalar) for s in serialized.scalars) and torch.compiler._is_exporting_flag:
         raise UnsupportedOption(
             "a ca.scalar is a number of this process and can't be exported; capture a 0-d tensor instead"
         )
@@ -88,11 +88,11 @@ def call(inputs: Inputs, said: Spoken, plan: int, asked: Asked) -> Any:
     inputs = inputs.autocast
     q, k, v, _, paged = inputs
     if paged is not None:
-        refuse_gradient(q, k, v, *said.tensors)
+        refuse_gradient(q, k, v, *serialized.tensors)
     lengths, hints = inputs.flatten()
-    numbers = [*hints, *[s.number if isinstance(s, Scalar) else s for s in said.scalars]]
+    numbers = [*hints, *[s.number if isinstance(s, Scalar) else s for s in serialized.scalars]]
     *found, _ = torch.ops.composattn.attend(
-        q, k, v, list(said.tensors), lengths, numbers, said.form, plan, asked.max_scores
+        q, k, v, list(serialized.tensors), lengths, numbers, serialized.form, plan, asked.max_scores
     )
     return asked_of(found, asked)
 
@@ -112,10 +112,10 @@ class Bound(NamedTuple):
 def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> Bound:
     refuse_other_leaves(form, captured, hints[HINTS:])
     known = _plans.get(plan)
-    if known is not None and known.spoken is not None and known.spoken.form == form:
-        held = tuple(map(Capture, known.spoken.tensors))
+    if known is not None and known.serialized is not None and known.serialized.form == form:
+        held = tuple(map(Capture, known.serialized.tensors))
         return Bound(known, held, nullcontext() if _hold(held, captured) else derived_anew(held, captured))
-    forms, options, _ = heard(form)
+    forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
     planned, lending = planned_of(forms, leaves, options, "operator")
     if lending is None:
@@ -136,7 +136,7 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
     refuse_other_leaves(form, captured, numbers)
     tensors, left = iter(captured), iter(numbers)
     leaves: list[Any] = []
-    for place, kind in enumerate(heard(form)[2]):
+    for place, kind in enumerate(parse(form)[2]):
         if kind == "t":
             leaves.append(next(tensors))
         else:
@@ -146,7 +146,7 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
 
 def refuse_other_leaves(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
     """Raises `UnreadableProgram` for other leaves than a form speaks of, as a direct call of an operator may give."""
-    kinds = heard(form)[2]
+    kinds = parse(form)[2]
     tensors = kinds.count("t")
     if len(captured) != tensors or len(numbers) != len(kinds) - tensors:
         raise UnreadableProgram(

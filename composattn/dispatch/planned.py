@@ -31,7 +31,7 @@ from ..graph.forms import of_these_forms
 from ..graph.lent import Lending
 from . import transforms
 from .contents import check_call
-from .spoken import Spoken
+from .serialized import Serialized
 
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
@@ -78,10 +78,10 @@ class CallOptions(InputOptions, total=False):
 class Planned:
     """The graphs and options of a call, and the prepared calls for all forms of inputs met so far.
 
-    `spoken`: the same in words, where operators may know it by a number.
+    `serialized`: the call as text, where operators may know it by a number.
     """
 
-    spoken: Spoken | None = None
+    serialized: Serialized | None = None
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program, self.options = program, options

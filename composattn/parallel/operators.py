@@ -4,7 +4,7 @@
     attend_shared_backward(grad_out, grad_lse, q, k, v, captured, out, lse, mark, numbers, form, wanted)
         → those of [dq, dk, dv, *d captured] that are wanted
 
-`form`, `captured` and `numbers` are a call in words (`dispatch.spoken`), after the number that the shard has in this
+`form`, `captured` and `numbers` are a call as text (`dispatch.serialized`), after the number that the shard has in this
 process. `mark` is an empty tensor: what the forward began hangs on its memory. Where that is lost, the backward begins
 again. Compiled code may write to memory with no one counting, so what a mask reads is looked at in every call.
 """
@@ -21,7 +21,7 @@ from ..call.strides import ordered
 from ..dispatch.gradient_operator import differentiable, gradient_of, in_form
 from ..dispatch.operators import leaves_of, lse_dtype
 from ..dispatch.planned import asked_of
-from ..dispatch.spoken import Spoken, heard
+from ..dispatch.serialized import Serialized, parse
 from ..errors import UnsupportedInParallel
 from ..graph.form import leaf_count
 from ..graph.moved import Lay
@@ -34,14 +34,14 @@ from .shard import Planned, given_of, shard_of
 from .way import Given, Known
 
 
-def call(number: int, inputs: Inputs, said: Spoken, asked: Asked) -> Any:
+def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> Any:
     """A call in compiled code. Raises: `UnsupportedInParallel` for packed rows."""
     if inputs.varlen is not None or inputs.paged is not None or inputs.q.ndim != 4:
         raise UnsupportedInParallel("packed sequences that ranks share are not compiled; call outside of torch.compile")
     q, k, v = inputs.autocast[:3]
-    numbers = [number, *[s.number if isinstance(s, Scalar) else s for s in said.scalars]]
+    numbers = [number, *[s.number if isinstance(s, Scalar) else s for s in serialized.scalars]]
     op = torch.ops.composattn.attend_shared
-    *found, _ = op(q, k, v, list(said.tensors), numbers, said.form, asked.max_scores)
+    *found, _ = op(q, k, v, list(serialized.tensors), numbers, serialized.form, asked.max_scores)
     return asked_of(found, asked)
 
 
@@ -63,7 +63,7 @@ def _bound(
     form: str,
 ) -> _Bound:
     known = shard_of(numbers[0])
-    forms, options, _ = heard(form)
+    forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, numbers[1:])
     mods: list[Any] = []
     for kind, mod_form in zip((Score, Mask, Sink), forms, strict=False):

@@ -17,7 +17,7 @@ from ..call.sequences import Varlen
 from ..dispatch import transforms
 from ..dispatch.held import Held
 from ..dispatch.planned import asked_of
-from ..dispatch.spoken import SharedMods as Mods
+from ..dispatch.serialized import SharedMods as Mods
 from ..graph import copies
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask

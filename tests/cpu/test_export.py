@@ -162,7 +162,7 @@ def test_attention_of_constants_is_an_operator_of_what_export_runs_as_it_stands(
 BIAS = torch.randn(2, LENGTH)
 SAID = ca.Attention(
     score_mod=lambda s, b, h, q, kv: s + BIAS[h, q - kv], mask_mod=causal(), sinks=torch.zeros(2), scale=0.3
-).spoken
+).serialized
 SCORE, MASK, SINK, KEEP, OPTIONS = SAID.form.split("\n")
 
 
@@ -210,4 +210,4 @@ def test_a_direct_call_with_what_its_text_speaks_of_computes_it() -> None:
 def test_a_living_plan_is_given_as_many_tensors_as_it_reads() -> None:
     held = ca.Attention(score_mod=lambda s, b, h, q, kv: s + BIAS[h, q])
     with pytest.raises(ca.errors.UnreadableProgram, match="1 captured tensors"):
-        said(held.spoken.form, (), held.number)
+        said(held.serialized.form, (), held.number)

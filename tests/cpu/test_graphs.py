@@ -14,7 +14,7 @@ from benchmarks.host_work import without_kernels
 from composattn.analysis import derived, refreshed, streams, tile_lists
 from composattn.call.inputs import Inputs as Given
 from composattn.dispatch import operators
-from composattn.dispatch.spoken import spoken
+from composattn.dispatch.serialized import serialize
 from composattn.errors import GraphUnsupported
 from composattn.graph.expr import Capture
 from composattn.mods import causal, document
@@ -148,11 +148,11 @@ def test_compiled_code_leaves_nothing_in_the_memory_of_a_graph(monkeypatch: pyte
 
     def step(ids: torch.Tensor) -> list[torch.Tensor]:
         mask = Mask.of(causal() & document(ids))
-        said = spoken((None, mask, None, None), (None,) * 4)
+        serialized = serialize((None, mask, None, None), (None,) * 4)
         lengths, hints = Given(x.q, x.k, x.v).flatten()
-        of_call = (lengths, hints, said.form, -1)
-        out, lse, _, kept = operators.attend._init_fn(x.q, x.k, x.v, list(said.tensors), *of_call, False)
-        given = (x.dout, None, x.q, x.k, x.v, list(said.tensors), out, lse, kept)
+        of_call = (lengths, hints, serialized.form, -1)
+        out, lse, _, kept = operators.attend._init_fn(x.q, x.k, x.v, list(serialized.tensors), *of_call, False)
+        given = (x.dout, None, x.q, x.k, x.v, list(serialized.tensors), out, lse, kept)
         return [out, lse, kept, *operators.attend_backward._init_fn(*given, *of_call, [True, True, True, False])]
 
     with without_kernels(Launched), torch.no_grad():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn import errors
-from composattn.dispatch.spoken import heard
+from composattn.dispatch.serialized import parse
 from composattn.graph import torch_functions
 from composattn.graph.form import graphs_of
 from tests.cpu.test_tracing import MASK_REFUSED, MASKS, REFUSED, SCORES
@@ -106,7 +106,7 @@ def test_all_refusals_in_one_region_have_the_class_and_the_words_of_eager_code(r
     for place, text in enumerate(texts.found):
         name = list(IN_A_REGION)[place % len(IN_A_REGION)]
         with pytest.raises(errors.ComposattnError) as caught:
-            graphs_of(heard(text)[0], ())
+            graphs_of(parse(text)[0], ())
         assert (type(caught.value), str(caught.value)) == said_in_eager_code(IN_A_REGION[name]), name
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn.call.sequences import flatten
-from composattn.dispatch.spoken import heard
+from composattn.dispatch.serialized import parse
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
 
@@ -258,23 +258,23 @@ def test_fake_tensors_pass_and_wrong_ones_are_refused_by_name(generator: torch.G
 def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     attention, _ = biased()
     q, k, v = draw(generator)
-    said = attention.spoken
-    assert said is not None
+    serialized = attention.serialized
+    assert serialized is not None
     operator = torch.ops.composattn.attend.default
     for plan in (attention.number, -1):
         for with_max in (False, True):
-            named = (said.form, plan, with_max)
-            torch.library.opcheck(operator, (q, k, v, list(said.tensors), *flatten(None, None), *named))
+            named = (serialized.form, plan, with_max)
+            torch.library.opcheck(operator, (q, k, v, list(serialized.tensors), *flatten(None, None), *named))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    named = (said.form, attention.number, True)
-    torch.library.opcheck(operator, (*packed, list(said.tensors), *flatten(case.varlen, None), *named))
+    named = (serialized.form, attention.number, True)
+    torch.library.opcheck(operator, (*packed, list(serialized.tensors), *flatten(case.varlen, None), *named))
 
 
 def test_a_scale_of_numpys_is_a_number_in_words_too() -> None:
-    said = ca.Attention(scale=np.float64(0.25)).spoken
-    assert said is not None
-    _, options, _ = heard(said.form)
+    serialized = ca.Attention(scale=np.float64(0.25)).serialized
+    assert serialized is not None
+    _, options, _ = parse(serialized.form)
     assert options == (0.25, None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""A call in words: what operators and exported programs take in place of mods and options."""
+"""A call as text: what operators and exported programs take in place of mods and options."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Mods = tuple[Score | None, Mask | None, Sink | None, Dropout | None]
 """The mods of a call, in the order of `Program`; None, of none."""
 
 SharedMods = tuple[Score | None, Mask | None, Sink | None]
-"""The same of a call that ranks share, which has no dropout."""
+"""The mods of a call that ranks share, which has no dropout."""
 
 
-class Spoken(NamedTuple):
+class Serialized(NamedTuple):
     """The mods and options of a call as operators take them: a form, and the tensors and numbers it speaks of.
 
     A number is a `ca.scalar`, or an int that compiled code keeps symbolic.
@@ -39,8 +39,8 @@ class Spoken(NamedTuple):
     scalars: tuple[Scalar | int, ...]
 
 
-def spoken(mods: Mods, options: tuple[Any, ...]) -> Spoken:
-    """A call with these mods and options (scale, backend, deterministic, schedule)."""
+def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
+    """Writes a call with these mods and options (scale, backend, deterministic, schedule)."""
     leaves: tuple[Any, ...] = ()
     for mod in mods:
         leaves += () if mod is None else mod.leaves
@@ -58,7 +58,7 @@ def spoken(mods: Mods, options: tuple[Any, ...]) -> Spoken:
         f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
     ]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return Spoken("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+    return Serialized("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
 
 
 def _kind(leaf: Any) -> str:
@@ -68,8 +68,8 @@ def _kind(leaf: Any) -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def heard(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
-    """What `spoken` put into a form: (forms of the mods, options, kinds of the leaves). Raises: `UnreadableProgram`."""
+def parse(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
+    """(forms of the mods, options, kinds of the leaves) of a `serialize`d form. Raises: `UnreadableProgram`."""
     try:
         score, mask, sink, keep, last = form.split("\n")
         mods = tuple([None if mod == "-" else mod for mod in (score, mask, sink, keep)])
