@@ -207,8 +207,8 @@ def facts_of(shard: Any) -> dict[str, Any]:
     return {
         "method": planned.traffic.method, "parts": planned.traffic.parts,
         "received_bytes": list(planned.traffic.received), "imbalance": shard.division.imbalance,
-        "runs": shard.division.runs, "pieces": [len(p.part.pieces) for p in parts],
-        "tables": sum(piece.first is None for p in parts for piece in p.part.pieces),
+        "runs": shard.division.runs, "pieces": [len(p.part.sub_calls) for p in parts],
+        "tables": sum(sub.first is None for p in parts for sub in p.part.sub_calls),
     }  # fmt: skip
 
 

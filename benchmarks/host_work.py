@@ -38,7 +38,7 @@ from composattn.backends.fused.rewrites import residues
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
-from composattn.dispatch import kept
+from composattn.dispatch import plan_cache
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 
@@ -80,12 +80,12 @@ def without_kernels(kernel_of: Callable[[Any], Any] = Recorded) -> Iterator[None
 
     chosen = backends.choose
     backends.choose = lambda name, problem: SimpleNamespace(prepare=prepare)  # type: ignore[assignment,return-value]
-    kept._plans.clear()
+    plan_cache._plans.clear()
     try:
         yield
     finally:
         backends.choose = chosen
-        kept._plans.clear()
+        plan_cache._plans.clear()
 
 
 class Calls(NamedTuple):

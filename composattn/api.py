@@ -15,8 +15,8 @@ from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
-from .dispatch.held import Held
-from .dispatch.kept import planned_for
+from .dispatch.pinned import Pinned
+from .dispatch.plan_cache import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.serialized import Mods, Serialized, serialize
 from .errors import UnsupportedOption
@@ -38,7 +38,7 @@ _Off = Literal[False]
 Tensor = torch.Tensor
 
 
-class Attention(Held):
+class Attention(Pinned):
     """Attention with given mods, planned once and called many times.
 
         attn = Attention(score_mod=alibi(slopes) >> softcap(30.0), mask_mod=causal() & document(ids))

@@ -14,7 +14,7 @@ from . import errors
 from .api import attention
 from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
 from .call.inputs import OUT_ALONE, Inputs
-from .dispatch.kept import planned_for
+from .dispatch.plan_cache import planned_for
 from .graph.dynamo import dispatch_modes, function_modes, is_written_down
 from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr

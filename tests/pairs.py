@@ -11,7 +11,7 @@ from unittest import mock
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.sharing import Sharing
 from composattn.call.problem import Problem
-from composattn.dispatch import kept
+from composattn.dispatch import plan_cache
 
 
 @contextlib.contextmanager
@@ -25,5 +25,5 @@ def sharing(blocks: int) -> Iterator[list[Problem]]:
 
     # the module, whose name in its package is that of its function
     module: Any = importlib.import_module("composattn.backends.blackwell.backward_tiling")
-    with mock.patch.object(module, "sharing_of", sharing_of), mock.patch.dict(kept._plans, clear=True):
+    with mock.patch.object(module, "sharing_of", sharing_of), mock.patch.dict(plan_cache._plans, clear=True):
         yield asked

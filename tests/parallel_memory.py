@@ -51,7 +51,7 @@ class Gradient:
         return [*grads, *[None] * count]
 
 
-def _forward(placed: Any, options: Any, place: Any, tensors: Any, given: Any, max_scores: bool) -> Any:
+def _forward(offset_mods: Any, options: Any, offsets: Any, tensors: Any, given: Any, max_scores: bool) -> Any:
     q, _, v = tensors
     return (ordered(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32), None), Gradient()
 
@@ -63,7 +63,7 @@ def over_rows(mask: str, rank: int, ranks: int, length: int) -> float:
     """
     case = Case(mask, length, heads=8, kv_heads=2)
     with (
-        patch("composattn.parallel.keys.pieces.forward", _forward),
+        patch("composattn.parallel.keys.part_call.forward", _forward),
         patch("benchmarks.context_parallel_cases._drawn", lambda t: t),
     ):
         each = several_gpus(case, apart(rank, ranks, parts=1))

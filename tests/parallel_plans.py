@@ -15,9 +15,9 @@ from composattn.backends.fused.tiles.work import visits_now
 from composattn.call.problem import Problem
 from composattn.graph.form import graphs_of
 from composattn.mods.mask import Mask
-from composattn.parallel.movement import Piece
-from composattn.parallel.pieces import Place
-from composattn.parallel.placed import Graphs, Placed
+from composattn.parallel.movement import SubCall
+from composattn.parallel.offset_mods import Graphs, OffsetMods
+from composattn.parallel.part_call import Offsets
 
 
 class PlannedTiles(NamedTuple):
@@ -40,11 +40,11 @@ def planned(mask: Mask, queries: int, keys: int) -> PlannedTiles:
     return PlannedTiles((tiling, backward.tiling), int(of_queries.sum()) * 32, int(of_keys.sum()) * 32)
 
 
-def of_piece(mask: Mask, seq_len: int, piece: Piece) -> PlannedTiles:
+def of_call(mask: Mask, seq_len: int, call: SubCall) -> PlannedTiles:
     """One call of a rank, whose rows are a run."""
-    assert piece.first is not None
-    placed = Placed.of(Graphs.of(None, mask, None), [], [], seq_len, runs=True)
-    Place(*piece.first, seq_len, {}).enter()
-    (_, graph) = graphs_of(placed.forms, placed.leaves_of([], {}))[:2]
-    rows, keys = (part.stop - part.start for part in (piece.rows, piece.keys))
+    assert call.first is not None
+    offset_mods = OffsetMods.of(Graphs.of(None, mask, None), [], [], seq_len, runs=True)
+    Offsets(*call.first, seq_len, {}).enter()
+    (_, graph) = graphs_of(offset_mods.forms, offset_mods.leaves_of([], {}))[:2]
+    rows, keys = (part.stop - part.start for part in (call.rows, call.keys))
     return planned(Mask(graph), rows, keys)

@@ -13,8 +13,8 @@ from ..call.strides import ordered
 def differentiable(op: Any, backward: Any, said: int) -> None:
     """Makes `backward` the gradient of `op`.
 
-        op(q, k, v, captured, *said, ...) → (out, lse, max_scores, kept)
-        backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, *said, wanted) → the wanted ones of
+        op(q, k, v, captured, *said, ...) → (out, lse, max_scores, saved)
+        backward(grad_out, grad_lse, q, k, v, captured, out, lse, saved, *said, wanted) → the wanted ones of
             [dq, dk, dv, *d captured]
 
     said: how many arguments behind `captured` the backward gets too, lists of tensors among them.
@@ -22,18 +22,18 @@ def differentiable(op: Any, backward: Any, said: int) -> None:
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         q, k, v, captured, *others = inputs
-        out, lse, max_scores, kept = output
-        ctx.mark_non_differentiable(max_scores, kept)
+        out, lse, max_scores, saved = output
+        ctx.mark_non_differentiable(max_scores, saved)
         ctx.set_materialize_grads(False)
         lists = [list(one) if _of_tensors(one) else None for one in others[:said]]
         ctx.others = len(others)
         ctx.said = [one if tensors is None else len(tensors) for one, tensors in zip(others, lists, strict=False)]
         ctx.listed = [tensors is not None for tensors in lists]
         ctx.captured = len(captured)
-        ctx.save_for_backward(q, k, v, out, lse, kept, *captured, *itertools.chain(*(one or () for one in lists)))
+        ctx.save_for_backward(q, k, v, out, lse, saved, *captured, *itertools.chain(*(one or () for one in lists)))
 
     def gradient(ctx: Any, grad_out: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
-        q, k, v, out, lse, kept, *rest = ctx.saved_tensors
+        q, k, v, out, lse, saved, *rest = ctx.saved_tensors
         captured, listed = rest[: ctx.captured], iter(rest[ctx.captured :])
         arguments = [
             list(itertools.islice(listed, one)) if is_list else one
@@ -42,7 +42,7 @@ def differentiable(op: Any, backward: Any, said: int) -> None:
         need_q, need_k, need_v, need_captured, *_ = ctx.needs_input_grad
         wanted = [need_q, need_k, need_v, *(need_captured or [])]
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = iter(backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, *arguments, wanted))
+        grads = iter(backward(grad_out, grad_lse, q, k, v, captured, out, lse, saved, *arguments, wanted))
         found = [next(grads) if want else None for want in wanted]
         return (*found[:3], found[3:], *[None] * ctx.others)
 

@@ -2,8 +2,8 @@
 
 Outside of them nothing goes through here: an operator costs more host time than `composattn.call.autograd` does.
 
-    attend(q, k, v, captured, lengths, hints, form, plan, with_max) → (out, lse, max_scores, kept)
-    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, kept, lengths, hints, form, plan, wanted)
+    attend(q, k, v, captured, lengths, hints, form, plan, with_max) → (out, lse, max_scores, saved)
+    attend_backward(grad_out, grad_lse, q, k, v, captured, out, lse, saved, lengths, hints, form, plan, wanted)
         → those of [dq, dk, dv, *d captured] that are wanted
 
 `form` is a text that says all of the call but its tensors: the forms of both mods (`graph.form`) and the options. So a
@@ -11,8 +11,7 @@ program that was exported and saved carries its mods, and another mask of the sa
 `captured` are the tensors that the mods read: inputs, so their gradients flow. `plan` is the number of an `Attention`
 of this process, or -1; where one of that number and that form lives, its plan serves and nothing is planned anew.
 `lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.call.sequences.flatten`):
-other lengths run the same code. `kept` holds the run-time numbers of the forward for the backward (64 bits each, on the
-CPU).
+other lengths run the same code. `saved` holds the run-time numbers of the forward for the backward (64 bits each, CPU).
 
 Run-time numbers follow the hints. A `ca.scalar`, named by its number in this process, is read when the operator runs:
 set it outside of a compiled region. An int that compiled code keeps symbolic stands there itself. Without a plan, what
@@ -50,7 +49,7 @@ from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_form
-from .kept import planned_of
+from .plan_cache import planned_of
 from .planned import Planned, asked_of, refuse_gradient
 from .serialized import Serialized, parse
 from .transforms import active, break_graph
@@ -114,7 +113,7 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     known = _plans.get(plan)
     if known is not None and known.serialized is not None and known.serialized.form == form:
         held = tuple(map(Capture, known.serialized.tensors))
-        return Bound(known, held, nullcontext() if _hold(held, captured) else derived_anew(held, captured))
+        return Bound(known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured))
     forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
     planned, lending = planned_of(forms, leaves, options, "operator")
@@ -123,7 +122,7 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     return Bound(planned, tuple(lending.captures), _Distrusted(lending, since))
 
 
-def _hold(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
+def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors of a plan are those of this call; compiled code copies its inputs at times."""
     return all(same_memory(c.tensor, t) for c, t in zip(captures, given, strict=True))
 
@@ -197,7 +196,7 @@ def attend(
     plan: int,
     with_max: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, max_scores, kept), max_scores empty unless asked for; see the file's head."""
+    """(out, lse, max_scores, saved), max_scores empty unless asked for; see the file's head."""
     if copies.made:
         refuse_outdated(captured)
     with derived_for_graph():
@@ -227,12 +226,12 @@ def _attended(
         with no_caching():
             out, lse, top = call.forward(q, k, v, call.read(bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
-    kept = _kept(q, len(hints) - HINTS)
+    saved = _saved(q, len(hints) - HINTS)
     if numbers:
-        kept[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    kept.untyped_storage().composattn_of = planned, now, Lay((*captured, *lengths))  # type: ignore[attr-defined]
+        saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    saved.untyped_storage().composattn_of = planned, now, Lay((*captured, *lengths))  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
-    return in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, kept
+    return in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, saved
 
 
 @attend.register_fake
@@ -241,7 +240,7 @@ def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     Problem.of(*Inputs.unflatten(q, k, v, lengths, hints))
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     lse, max_scores = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in (rows, rows if with_max else (0,)))
-    return ordered(q, v.shape[-1]), lse, max_scores, _kept(q, len(hints) - HINTS)
+    return ordered(q, v.shape[-1]), lse, max_scores, _saved(q, len(hints) - HINTS)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())
@@ -254,7 +253,7 @@ def attend_backward(
     captured: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
-    kept: torch.Tensor,
+    saved: torch.Tensor,
     lengths: Sequence[torch.Tensor | None],
     hints: Sequence[int],
     form: str,
@@ -263,7 +262,7 @@ def attend_backward(
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
     with derived_for_graph():
-        _, then, lay = _forward_of(kept)
+        _, then, lay = _forward_of(saved)
         if lay is not None:
             lay.refuse_moved((*captured, *lengths))
         bound = _bound(form, plan, captured, hints, then)
@@ -272,7 +271,7 @@ def attend_backward(
         for capture, want in zip(bound.leaves, wanted[3:], strict=True):
             asked[capture] = asked.get(capture, False) or want
         with bound.around, torch.autocast(q.device.type, enabled=False):
-            call = _differentiable(bound.planned, kept, Inputs.unflatten(q, k, v, lengths, hints))
+            call = _differentiable(bound.planned, saved, Inputs.unflatten(q, k, v, lengths, hints))
             read = call.read(bound.replaced(captured))
             of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
             with no_caching():
@@ -291,23 +290,23 @@ differentiable(attend, attend_backward, said=4)
 
 
 def _differentiable(
-    planned: Planned, kept: torch.Tensor | None, inputs: Inputs, return_max_scores: bool = False
+    planned: Planned, saved: torch.Tensor | None, inputs: Inputs, return_max_scores: bool = False
 ) -> Differentiable:
-    """The call with the run-time numbers of `kept`, or those of now."""
+    """The call with the run-time numbers of `saved`, or those of now."""
     scalars = planned.program.scalars
-    numbers = numbers_now(scalars) if kept is None else [s.value for s in scalars]
-    if kept is not None and numbers:
-        numbers = [_from_bits(type(now), then) for now, then in zip(numbers, kept.tolist(), strict=False)]
+    numbers = numbers_now(scalars) if saved is None else [s.value for s in scalars]
+    if saved is not None and numbers:
+        numbers = [_from_bits(type(now), then) for now, then in zip(numbers, saved.tolist(), strict=False)]
     return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
 
 
-def _forward_of(kept: torch.Tensor) -> tuple[Planned | None, object, Lay | None]:
+def _forward_of(saved: torch.Tensor) -> tuple[Planned | None, object, Lay | None]:
     """What the forward said of its moment; nothing where a CUDA graph is captured: it may be replayed beside others."""
-    said = None if streams.is_capturing() else getattr(kept.untyped_storage(), "composattn_of", None)
+    said = None if streams.is_capturing() else getattr(saved.untyped_storage(), "composattn_of", None)
     return (None, None, None) if said is None else said
 
 
-def _kept(q: torch.Tensor, numbers: int) -> torch.Tensor:
+def _saved(q: torch.Tensor, numbers: int) -> torch.Tensor:
     """Memory for the bits of run-time numbers; without any, on q's device: a CPU tensor would rule out CUDA graphs."""
     return torch.empty(numbers, dtype=torch.int64, device="cpu" if numbers else q.device)
 

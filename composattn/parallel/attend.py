@@ -14,31 +14,33 @@ from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
 from ..graph.moved import Places
 from .exchange import Ranks
-from .way import Given, Known, Way
+from .strategy import Given, Known, Strategy
 
 T = torch.Tensor
 
 
-def attend(way: Way, q: T, k: T, v: T, given: Given, whole: bool) -> tuple[T, T, T | None]:
+def attend(strategy: Strategy, q: T, k: T, v: T, given: Given, whole: bool) -> tuple[T, T, T | None]:
     """(out, lse, max_scores) of this rank's rows, differentiable in q, k, v and the given tensors.
 
     whole: gradients of given tensors are those of all ranks; else of this rank's rows, for who adds them up itself.
     """
     said = given.max_scores, given.sink
-    out, lse, top = _Attend.apply(way, said, whole, q, k, v, *given.tensors)  # type: ignore[no-untyped-call]
+    out, lse, top = _Attend.apply(strategy, said, whole, q, k, v, *given.tensors)  # type: ignore[no-untyped-call]
     return out.to(q.dtype), lse, top
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: Way, said: tuple[bool, int | None], whole: bool, q: T, k: T, v: T, *given: T) -> Any:
-        out, lse, top, ctx.begun, kept = way.forward(q, k, v, Given(given, *said))
+    def forward(
+        ctx: Any, strategy: Strategy, said: tuple[bool, int | None], whole: bool, q: T, k: T, v: T, *given: T
+    ) -> Any:
+        out, lse, top, ctx.begun, saved = strategy.forward(q, k, v, Given(given, *said))
         out = in_order_of(q, out)
         if top is not None:
             ctx.mark_non_differentiable(top)
-        ctx.way, ctx.count, ctx.whole, ctx.sink = way, len(given), whole, said[1]
+        ctx.strategy, ctx.count, ctx.whole, ctx.sink = strategy, len(given), whole, said[1]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *given, *kept)
+        ctx.save_for_backward(q, k, v, out, lse, *given, *saved)
         ctx.read = Places(given)
         return out, lse, top
 
@@ -49,11 +51,11 @@ class _Attend(torch.autograd.Function):
                 "the gradient of an attention that ranks share is not differentiable itself (create_graph=True)"
             )
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        given, kept = rest[: ctx.count], rest[ctx.count :]
+        given, saved = rest[: ctx.count], rest[ctx.count :]
         ctx.read.refuse_moved(given)
         dout = torch.zeros_like(out) if dout is None else dout
         known = Known(q, k, v, out, lse, dout, dlse, given, ctx.needs_input_grad[3:])
-        found = gradients(ctx.way, known, ctx.begun, kept, ctx.sink, ctx.whole)
+        found = gradients(ctx.strategy, known, ctx.begun, saved, ctx.sink, ctx.whole)
         grads = [
             None if g is None else in_order_of(t, g.to(t.dtype)) if t.ndim == 4 else g.to(t.dtype)
             for t, g in zip((q, k, v, *given), found, strict=True)
@@ -61,9 +63,11 @@ class _Attend(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def gradients(way: Way, known: Known, begun: Any, kept: Sequence[T], sink: int | None, whole: bool) -> list[T | None]:
+def gradients(
+    strategy: Strategy, known: Known, begun: Any, saved: Sequence[T], sink: int | None, whole: bool
+) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
-    found = way.backward(known, begun, kept)
+    found = strategy.backward(known, begun, saved)
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)
     if sink is not None and known.wanted[3 + sink]:
@@ -71,7 +75,7 @@ def gradients(way: Way, known: Known, begun: Any, kept: Sequence[T], sink: int |
         found[3 + sink] = of_rows if before is None else before + of_rows
     if whole:
         found[3:] = [
-            total_of(way.ranks, t, g) if want else None
+            total_of(strategy.ranks, t, g) if want else None
             for t, g, want in zip(known.given, found[3:], known.wanted[3:], strict=True)
         ]
     return [g if want else None for g, want in zip(found, known.wanted, strict=True)]

@@ -13,7 +13,7 @@ from ..call.sequences import Varlen
 from .agreement import Said, agree, contents
 from .division import TOLERANCE, divide
 from .exchange import Ranks
-from .placed import Graphs, Packed
+from .offset_mods import Graphs, Packed
 from .shard import Shard, mask_of, tensors_of
 from .traffic import METHODS
 from .visits import Visits, grain_for, tile_for, visits_of

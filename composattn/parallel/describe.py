@@ -15,7 +15,7 @@ from .traffic import Traffic
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank has to do: rows, pairs, rows and bytes that it fetches, parts and pieces."""
+    """What one rank has to do: rows, pairs, rows and bytes that it fetches, parts and calls."""
 
     rank: int
     rows: int
@@ -23,7 +23,7 @@ class RankRow:
     fetched_rows: int
     fetched_bytes: int
     parts: int
-    pieces: int
+    calls: int
     tiles: str
 
 
@@ -44,12 +44,12 @@ class Described:
         lines = [
             f"{visits.tiles * visits.tile} tokens on {self.division.ranks} ranks, tiles of {visits.tile}, "
             f"imbalance of pairs {self.imbalance:.2%}, method {traffic.method}",
-            "rank   rows        pairs  fetches rows         bytes  parts  pieces  tiles",
+            "rank   rows        pairs  fetches rows         bytes  parts   calls  tiles",
         ]
         for r in self.rows:
             lines.append(
                 f"{r.rank:4} {r.rows:6} {r.pairs:12.4g} {r.fetched_rows:13} {r.fetched_bytes:13,} {r.parts:6} "
-                f"{r.pieces:7}  {r.tiles}"
+                f"{r.calls:7}  {r.tiles}"
             )
         lines.append(_overlap(traffic))
         return "\n".join(lines)
@@ -74,7 +74,7 @@ def describe(division: Division, seen: torch.Tensor, traffic: Traffic) -> Descri
                 0 if by_heads else movement.fetched[rank],
                 traffic.received[rank],
                 1 if by_heads else len(movement.parts),
-                1 if by_heads else sum(len(p.pieces) for p in movement.parts),
+                1 if by_heads else sum(len(p.sub_calls) for p in movement.parts),
                 spans(division.tiles_of(rank).tolist()),
             )
         )

@@ -52,8 +52,8 @@ class Ranks:
         """
         group, steps = self.group, []
         sent = [[t.contiguous() for t in each] for each in sends]
-        for mine, kept in zip(into[self.rank], sent[self.rank], strict=True):
-            mine.copy_(kept)
+        for mine, own in zip(into[self.rank], sent[self.rank], strict=True):
+            mine.copy_(own)
         for rank in (r for r in range(self.size) if r != self.rank):
             other = dist.get_global_rank(group, rank)
             steps += [dist.P2POp(dist.isend, t, other, group) for t in sent[rank] if t.numel()]

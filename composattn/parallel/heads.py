@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..call.autograd import BackwardInputs
-from . import pieces
+from . import part_call
 from .exchange import Pending, Ranks
-from .pieces import Place
-from .placed import Placed
+from .offset_mods import OffsetMods
+from .part_call import Offsets
 from .rows import by_heads, by_rows
-from .way import Given, Known, sunk
+from .strategy import Given, Known, sunk
 
 T = torch.Tensor
 
@@ -24,7 +24,7 @@ class ByHeads:
     """The rows of all ranks come for some heads each, and the output goes back."""
 
     ranks: Ranks
-    runs: Placed
+    runs: OffsetMods
     options: tuple[Any, ...]
     order: T  # the global position of each row, rank after rank
     keep: bool = True
@@ -39,17 +39,19 @@ class ByHeads:
         q_all, k_all, v_all = self._all_rows(q, k, v)
         moved = (q_all, k_all, v_all)
         heads = q.shape[1] // self.ranks.size
-        place = Place(0, 0, len(self.order), self.tables, self.ranks.rank * heads)
-        (out, lse, top), call = pieces.forward(self.runs, self.options, place, moved, asked.tensors, asked.max_scores)
+        offsets = Offsets(0, 0, len(self.order), self.tables, self.ranks.rank * heads)
+        (out, lse, top), call = part_call.forward(
+            self.runs, self.options, offsets, moved, asked.tensors, asked.max_scores
+        )
         sinks = asked.sinks
-        out, lse = sunk(out, lse, None if sinks is None else sinks[place.first_head :][:heads])
+        out, lse = sunk(out, lse, None if sinks is None else sinks[offsets.first_head :][:heads])
         mine = [self._own_rows(x) for x in (out, lse.unsqueeze(-1))]
         tops = None if top is None or not asked.max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
         return mine[0], mine[1].squeeze(-1), tops, call, [*moved, out, lse] if self.keep else []
 
-    def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
+    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
         if self.keep:
-            q, k, v, out, lse = kept
+            q, k, v, out, lse = saved
         else:
             q, k, v, out, lse = self._all_rows(known.q, known.k, known.v, known.out, known.lse.unsqueeze(-1))
             lse = lse.squeeze(-1)

@@ -1,6 +1,6 @@
-"""Keys move: queries stay where they are, and the keys that they see come, in parts; gradients return the same way.
+"""Keys move: queries stay where they are, and the keys that they see come, in parts; gradients return to their ranks.
 
-The backward of each piece runs with the merged output and LSE, of which the softmax of its keys is a part: nothing is
+The backward of each call runs with the merged output and LSE, of which the softmax of its keys is a part: nothing is
 differentiated through the merge. Gradients of fetched keys are added in the order of ranks.
 """
 
@@ -14,37 +14,39 @@ from typing import Any
 import torch
 
 from ..call.autograd import BackwardInputs
-from . import pieces
+from . import part_call
 from .exchange import Pending, Ranks
 from .merged import Merged
-from .movement import Movement, Part, Piece
-from .pieces import Begun, Place
-from .placed import Placed
+from .movement import Movement, Part, SubCall
+from .offset_mods import OffsetMods
+from .part_call import Begun, Offsets
 from .rows import Where, added, by_heads, by_rows, lengths, put, taken, views, where
-from .way import Given, Known, sunk
+from .strategy import Given, Known, sunk
 
 T = torch.Tensor
 
 
 class OnDevice:
-    """A part with its rows on the device, and what the mods of its pieces read.
+    """A part with its rows on the device, and what the mods of its calls read.
 
     own: where the rank's own keys lie among the part's; sends, receives: of each rank, the rows that go to it among the
     own, and where those that come from it lie among the part's. mods: of rows that are runs, and of those that tables
     name.
     """
 
-    def __init__(self, part: Part, own: T, seq_len: int, mods: tuple[Placed, Placed], device: torch.device) -> None:
+    def __init__(
+        self, part: Part, own: T, seq_len: int, mods: tuple[OffsetMods, OffsetMods], device: torch.device
+    ) -> None:
         self.part = part
         self.own = where(part.own, part.positions, device)
         self.sends = [where(rows, own, device) for rows in part.sends]
         self.receives = [where(rows, part.positions, device) for rows in part.receives]
-        self.pieces: list[tuple[Piece, Placed, Place]] = []
-        for piece in part.pieces:
-            q, kv = own[piece.rows].to(device), part.positions[piece.keys].to(device)
-            placed = mods[piece.first is None]
-            first = (0, 0) if piece.first is None else piece.first
-            self.pieces.append((piece, placed, Place(*first, seq_len, placed.tables(q, kv))))
+        self.sub_calls: list[tuple[SubCall, OffsetMods, Offsets]] = []
+        for sub in part.sub_calls:
+            q, kv = own[sub.rows].to(device), part.positions[sub.keys].to(device)
+            offset_mods = mods[sub.first is None]
+            first = (0, 0) if sub.first is None else sub.first
+            self.sub_calls.append((sub, offset_mods, Offsets(*first, seq_len, offset_mods.tables(q, kv))))
 
     def own_keys(self, x: T) -> T:
         """Keys or values of a part that fetches none: the rank's own as they lie, or none of them."""
@@ -57,8 +59,8 @@ class ByKeys:
 
     ranks: Ranks
     movement: Movement
-    runs: Placed
-    tabled: Placed
+    runs: OffsetMods
+    tabled: OffsetMods
     options: tuple[Any, ...]
     seq_len: int
     device: torch.device
@@ -73,20 +75,20 @@ class ByKeys:
     def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
         merged = Merged(q, v.shape[-1], asked.max_scores)
         begun: list[list[Begun]] = []
-        kept: list[T] = []
+        saved: list[T] = []
         for part, k_part, v_part in self._arriving(k, v):
             begun.append([])
-            for piece, placed, place in part.pieces:
-                tensors = (q[:, :, piece.rows], k_part[:, :, piece.keys], v_part[:, :, piece.keys])
-                (out, lse, top), call = pieces.forward(
-                    placed, self.options, place, tensors, asked.tensors, asked.max_scores
+            for sub, offset_mods, offsets in part.sub_calls:
+                tensors = (q[:, :, sub.rows], k_part[:, :, sub.keys], v_part[:, :, sub.keys])
+                (out, lse, top), call = part_call.forward(
+                    offset_mods, self.options, offsets, tensors, asked.tensors, asked.max_scores
                 )
-                merged.add(piece.rows, out, lse, top)
+                merged.add(sub.rows, out, lse, top)
                 begun[-1].append(call)
                 del out, lse, top  # or the next call's would lie beside them
-            kept += [k_part, v_part] if self.keep and part.part.fetches else []
+            saved += [k_part, v_part] if self.keep and part.part.fetches else []
         out, lse, top = merged.result()
-        return *sunk(out, lse, asked.sinks), top, begun, kept
+        return *sunk(out, lse, asked.sinks), top, begun, saved
 
     def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T]]:
         """(part, k, v) as the keys of each part are there; all of them are on their way from the start."""
@@ -136,19 +138,19 @@ class ByKeys:
 
         return arrived
 
-    def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
+    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
         needs_keys = known.wanted[1] or known.wanted[2]
-        dq = _RowSums(known.q, [piece.rows for part in self.parts for piece in part.part.pieces])
+        dq = _RowSums(known.q, [sub.rows for part in self.parts for sub in part.part.sub_calls])
         of_given: list[T | None] = [None] * len(known.given)
         coming: list[_Coming] = []
-        fetched = self._known_again(known.k, known.v, list(kept))
+        fetched = self._known_again(known.k, known.v, list(saved))
         while fetched:
             part, k_part, v_part = fetched.pop()
             dk, dv = None, None
-            for piece, call in zip(part.part.pieces, begun[len(fetched)], strict=True):
-                grads = self._of_piece(known, piece, call, k_part, v_part)
-                dq.add(piece.rows, grads[0])
-                dk, dv = _summed(dk, grads[1], k_part, piece.keys), _summed(dv, grads[2], v_part, piece.keys)
+            for sub, call in zip(part.part.sub_calls, begun[len(fetched)], strict=True):
+                grads = self._gradients_of(known, sub, call, k_part, v_part)
+                dq.add(sub.rows, grads[0])
+                dk, dv = _summed(dk, grads[1], k_part, sub.keys), _summed(dv, grads[2], v_part, sub.keys)
                 for n, grad in enumerate(grads[3:]):
                     if grad is not None:
                         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
@@ -164,20 +166,20 @@ class ByKeys:
             found[1:] = self._added(coming)
         return [*found, *of_given]
 
-    def _known_again(self, k: T, v: T, kept: list[T]) -> list[tuple[OnDevice, T, T]]:
-        """The keys of each part, as the forward kept them or fetched again."""
+    def _known_again(self, k: T, v: T, saved: list[T]) -> list[tuple[OnDevice, T, T]]:
+        """The keys of each part, as the forward saved them or fetched again."""
         if not self.keep:
             return list(self._arriving(k, v))
         found = []
         for part in self.parts:
             if part.part.fetches:
-                found.append((part, kept.pop(0), kept.pop(0)))
+                found.append((part, saved.pop(0), saved.pop(0)))
             else:
                 found.append((part, part.own_keys(k), part.own_keys(v)))
         return found
 
-    def _of_piece(self, known: Known, piece: Piece, call: Begun, k_part: T, v_part: T) -> Sequence[T | None]:
-        rows, keys = piece.rows, piece.keys
+    def _gradients_of(self, known: Known, sub: SubCall, call: Begun, k_part: T, v_part: T) -> Sequence[T | None]:
+        rows, keys = sub.rows, sub.keys
         inputs = BackwardInputs(
             q=known.q[:, :, rows],
             k=k_part[:, :, keys],

@@ -1,8 +1,8 @@
-"""What one rank sends, fetches and computes for one attention: parts, and the pieces that each is computed in.
+"""What one rank sends, fetches and computes for one attention: parts, and the calls that compute each.
 
 A part is some of the keys that a rank's queries see: its own, or those of some other ranks, fetched together. With one
 part all keys are fetched, laid in order, and computed at once; with more, the rank's own are computed while the others
-are on their way. A piece is one call of a backend: a run of queries and the run of keys that they see, or, where runs
+are on their way. A `SubCall` is one call of a backend: a run of queries and the run of keys that they see, or, if runs
 are many, all rows of the part with tables that say where they lie.
 """
 
@@ -20,7 +20,7 @@ GATHER_FROM = 0.9  # of all others' rows: from there on all of them are gathered
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class SubCall:
     """Queries `rows` of the rank's and keys `keys` of the part's.
 
     `first`: their positions where both are runs; None where tables say them.
@@ -44,7 +44,7 @@ class Part:
     receives: tuple[torch.Tensor, ...]
     positions: torch.Tensor
     own: torch.Tensor
-    pieces: tuple[Piece, ...]
+    sub_calls: tuple[SubCall, ...]
     moves: bool
 
     @property
@@ -122,8 +122,8 @@ class Movement:
                 received[other] = rows_of((self._wanted[me] & self._owned[other]).nonzero().flatten(), grain)
         own = self.positions if number == 0 else nothing
         positions = torch.cat([own, *received]).sort().values
-        pieces, moves = self._pieces(positions), self._moves(number)
-        return Part(tuple(sent), tuple(received), positions, own, pieces, moves)
+        calls, moves = self._sub_calls(positions), self._moves(number)
+        return Part(tuple(sent), tuple(received), positions, own, calls, moves)
 
     def _moves(self, number: int) -> bool:
         """Whether any rank fetches anything in a part: then all of them take part in the exchange."""
@@ -134,7 +134,7 @@ class Movement:
             for to, source in pairs
         )
 
-    def _pieces(self, keys: torch.Tensor) -> tuple[Piece, ...]:
+    def _sub_calls(self, keys: torch.Tensor) -> tuple[SubCall, ...]:
         """The calls that the queries which see any of `keys` (ascending positions) are computed in."""
         tile, grain = self.division.visits.tile, self.division.visits.grain
         tiles = self.division.tiles_of(self.rank)
@@ -150,7 +150,7 @@ class Movement:
                 if visiting[first]:
                     runs.append((first, n))
                 first = n
-        pieces = []
+        found = []
         for start, stop in runs[: MOST_RUNS + 1]:
             columns = seen[start:stop].any(0).nonzero().flatten()
             low, high = int(columns[0]) * grain, (int(columns[-1]) + 1) * grain
@@ -158,11 +158,11 @@ class Movement:
             if int(keys[end - 1] - keys[begin]) != end - 1 - begin:
                 break
             at = int(tiles[start]) * tile, int(keys[begin])
-            pieces.append(Piece(slice(start * tile, stop * tile), slice(begin, end), at))
-        if len(pieces) == len(runs) and len(runs) <= MOST_RUNS:
-            return tuple(sorted(pieces, key=lambda p: p.keys.start - p.keys.stop))
+            found.append(SubCall(slice(start * tile, stop * tile), slice(begin, end), at))
+        if len(found) == len(runs) and len(runs) <= MOST_RUNS:
+            return tuple(sorted(found, key=lambda p: p.keys.start - p.keys.stop))
         rows = slice(runs[0][0] * tile, runs[-1][1] * tile)
-        return (Piece(rows, slice(0, len(keys)), None),)
+        return (SubCall(rows, slice(0, len(keys)), None),)
 
 
 def rows_of(numbers: torch.Tensor, size: int) -> torch.Tensor:

@@ -30,8 +30,8 @@ from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
 from .attend import gradients
-from .shard import Planned, given_of, shard_of
-from .way import Given, Known
+from .shard import SharedPlan, given_of, shard_of
+from .strategy import Given, Known
 
 
 def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> Any:
@@ -48,7 +48,7 @@ def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> A
 class _Bound(NamedTuple):
     """A call as its operators run it; `places`: of each captured tensor, where it is among the given ones."""
 
-    planned: Planned
+    planned: SharedPlan
     given: Given
     places: list[int]
     whole: bool
@@ -92,7 +92,7 @@ def attend_shared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores, mark), max_scores empty unless asked for; see the file's head."""
     bound = _bound(q, k, v, captured, numbers, form)
-    out, lse, top, *begun = bound.planned.way.forward(q, k, v, bound.given._replace(max_scores=with_max))
+    out, lse, top, *begun = bound.planned.strategy.forward(q, k, v, bound.given._replace(max_scores=with_max))
     mark = q.new_empty(0)
     mark.untyped_storage().composattn_begun = (out, *begun)  # type: ignore[attr-defined]
     mark.untyped_storage().composattn_lay = Lay(captured)  # type: ignore[attr-defined]
@@ -131,18 +131,18 @@ def attend_shared_backward(
     if lay is not None:
         lay.refuse_moved(captured)
     bound = _bound(q, k, v, captured, numbers, form)
-    way = bound.planned.way
+    strategy = bound.planned.strategy
     state = getattr(mark.untyped_storage(), "composattn_begun", None)
     if state is None:
-        out, _, _, begun, kept = way.forward(q, k, v, bound.given)
+        out, _, _, begun, saved = strategy.forward(q, k, v, bound.given)
     else:
-        out, begun, kept = state
+        out, begun, saved = state
     tensors = bound.given.tensors
     of_given = [False] * len(tensors)
     for place, want in zip(bound.places, wanted[3:], strict=True):
         of_given[place] |= want
     known = Known(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *of_given))
-    dq, dk, dv, *totals = gradients(way, known, begun, kept, bound.given.sink, bound.whole)
+    dq, dk, dv, *totals = gradients(strategy, known, begun, saved, bound.given.sink, bound.whole)
     grads = [dq, dk, dv]
     for place in bound.places:  # a tensor that is there twice gets its gradient once
         grads.append(totals[place])

@@ -15,7 +15,7 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import Varlen
 from ..dispatch import transforms
-from ..dispatch.held import Held
+from ..dispatch.pinned import Pinned
 from ..dispatch.planned import asked_of
 from ..dispatch.serialized import SharedMods as Mods
 from ..graph import copies
@@ -29,10 +29,10 @@ from .division import Division
 from .heads import ByHeads
 from .keys import ByKeys
 from .movement import Movement
-from .placed import Graphs, Packed, Placed
+from .offset_mods import Graphs, OffsetMods, Packed
+from .strategy import Given, Strategy
 from .traffic import Shape, Traffic, chosen
 from .visits import visits_of
-from .way import Given, Way
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -65,8 +65,8 @@ class Shard:
         ]
         self._order = torch.cat(each)
         self.positions = each[self.rank]
-        self._ways: dict[Any, OrderedDict[Any, Planned]] = {}  # by form, then by what the mask reads
-        self._last: Planned | None = None
+        self._plans: dict[Any, OrderedDict[Any, SharedPlan]] = {}  # by form, then by what the mask reads
+        self._last: SharedPlan | None = None
         self.number = next(_numbers)
         _shards[self.number] = self
 
@@ -128,7 +128,7 @@ class Shard:
         if copies.made:
             copies.refuse_outdated(given.tensors)
         planned = self.planned(mods, options, (q, k, v), given.tensors)
-        out, lse, top = attend(planned.way, q, k, v, given, self.cp.captured_gradients == "whole")
+        out, lse, top = attend(planned.strategy, q, k, v, given, self.cp.captured_gradients == "whole")
         if inputs.q.ndim == 3:
             out, lse, top = out[0].transpose(0, 1), lse[0], None if top is None else top[0]
         return asked_of((out, lse, top), asked)
@@ -166,7 +166,7 @@ class Shard:
         given: Sequence[torch.Tensor],
         *,
         counted: bool = True,
-    ) -> Planned:
+    ) -> SharedPlan:
         """How ranks share this attention: remembered while its mask reads what it read then.
 
         counted: whether torch counts the writes to what the mask reads; else its contents are looked at.
@@ -182,7 +182,7 @@ class Shard:
         numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
         of_mask = tensors_of(mask)
         contents_now = (*numbers, *(map(_state, of_mask) if counted else [contents(of_mask)]))
-        known = self._ways.setdefault(form, OrderedDict())
+        known = self._plans.setdefault(form, OrderedDict())
         found = known.get(contents_now)
         if found is None:
             self._last = found = known[contents_now] = self._made(mods, options, qkv, given, counted)
@@ -197,44 +197,46 @@ class Shard:
         qkv: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
         counted: bool,
-    ) -> Planned:
+    ) -> SharedPlan:
         (score, mask, _), (q, k, v) = mods, qkv
         agree(self.cp.ranks, _call_said(mods, options, qkv, given))
         visits, ranks = self.division.visits, self.cp.ranks
         graphs = Graphs.of(score, mask, self.packed)
         read_by_score = {id(t) for t in tensors_of(score) if t.is_floating_point()}
-        kept = [t for t in tensors_of(mask) if id(t) not in read_by_score]
+        constant = [t for t in tensors_of(mask) if id(t) not in read_by_score]
         seen = visits_of(graphs.mask, self.seq_len, visits.tile, visits.grain, q.shape[0], q.shape[1]).seen
         shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
         traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
-        way: Way
+        strategy: Strategy
         if traffic.method == "heads":
-            runs = Placed.of(graphs, given, kept, self.seq_len, runs=True, heads=True)
-            way = ByHeads(ranks, runs, options, self._order.to(q.device), self.cp.keep_fetched)
+            runs = OffsetMods.of(graphs, given, constant, self.seq_len, runs=True, heads=True)
+            strategy = ByHeads(ranks, runs, options, self._order.to(q.device), self.cp.keep_fetched)
         else:
             movement = Movement.of(
                 self.division, seen, self.rank, gather=traffic.method == "gather", parts=traffic.parts
             )
-            runs, tabled = (Placed.of(graphs, given, kept, self.seq_len, runs=are_runs) for are_runs in (True, False))
-            way = ByKeys(ranks, movement, runs, tabled, options, self.seq_len, q.device, self.cp.keep_fetched)
-        of_kept = {id(t) for t in kept}
-        held = {n: t if counted else t.detach().clone() for n, t in enumerate(given) if id(t) in of_kept}
-        return Planned(way, traffic, held)
+            runs, tabled = (
+                OffsetMods.of(graphs, given, constant, self.seq_len, runs=are_runs) for are_runs in (True, False)
+            )
+            strategy = ByKeys(ranks, movement, runs, tabled, options, self.seq_len, q.device, self.cp.keep_fetched)
+        of_constant = {id(t) for t in constant}
+        pinned = {n: t if counted else t.detach().clone() for n, t in enumerate(given) if id(t) in of_constant}
+        return SharedPlan(strategy, traffic, pinned)
 
 
-class Planned:
+class SharedPlan:
     """How ranks share one attention.
 
-    held: what its mask read, by the place among the given tensors: nothing else takes over that memory, and where
+    pinned: what its mask read, by the place among the given tensors: nothing else takes over that memory, and where
     torch does not count the writes to it, calls read this copy.
     """
 
-    def __init__(self, way: Way, traffic: Traffic, held: dict[int, torch.Tensor]) -> None:
-        self.way, self.traffic, self.held = way, traffic, held
+    def __init__(self, strategy: Strategy, traffic: Traffic, pinned: dict[int, torch.Tensor]) -> None:
+        self.strategy, self.traffic, self.pinned = strategy, traffic, pinned
 
     def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The given tensors of a call, those that are held in their places."""
-        return [self.held.get(n, t) for n, t in enumerate(tensors)]
+        """The given tensors of a call, those that are pinned in their places."""
+        return [self.pinned.get(n, t) for n, t in enumerate(tensors)]
 
 
 class _Gather(torch.autograd.Function):
@@ -312,7 +314,7 @@ def mask_of(attn: Any) -> Mask | None:
     """The mask of what `plan` was given."""
     if attn is None or isinstance(attn, Mask):
         return attn
-    if isinstance(attn, Held) or hasattr(type(attn), "current_mask"):
+    if isinstance(attn, Pinned) or hasattr(type(attn), "current_mask"):
         return attn.current_mask  # type: ignore[no-any-return]
     if callable(attn) and not isinstance(attn, torch.nn.Module | torch.Tensor):
         return Mask.of(attn)

@@ -1,6 +1,6 @@
-"""How many bytes each way of sharing moves, how long that and the computation take, and which way is chosen.
+"""How many bytes each strategy moves, how long that and the computation take, and which one is chosen.
 
-Times are estimates, and choose parts only; the way is chosen by bytes, which are exact.
+Times are estimates, and choose parts only; the strategy is chosen by bytes, which are exact.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class _Kinds(TileLists):
     def rows_of(self, found: torch.Tensor, grid: Tiles) -> tuple[torch.Tensor]:
         return (found,)
 
-    def lists(self, *kept: torch.Tensor) -> Sequence[torch.Tensor]:  # type: ignore[override]
-        return kept
+    def lists(self, *parts: torch.Tensor) -> Sequence[torch.Tensor]:  # type: ignore[override]
+        return parts
 
 
 class _OfBands(_Kinds):

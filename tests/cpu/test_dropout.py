@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn import errors
-from composattn.dispatch import kept as plans
+from composattn.dispatch import plan_cache
 from composattn.graph.philox import kept, philox
 from composattn.mods import causal
 from tests.support import docs_script
@@ -199,9 +199,9 @@ def test_seeds_of_two_attentions_are_their_own(generator: torch.Generator) -> No
 
 def test_a_new_seed_plans_nothing_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(generator)
-    made, found = plans._made, []
-    monkeypatch.setattr(plans, "_made", lambda *a: (found.append(a[0]), made(*a))[1])
-    plans._plans.clear()
+    made, found = plan_cache._made, []
+    monkeypatch.setattr(plan_cache, "_made", lambda *a: (found.append(a[0]), made(*a))[1])
+    plan_cache._plans.clear()
     for seed in (None, None, 4):
         ca.attention(*x, dropout_p=P, dropout_seed=seed)
     assert len(found) == 2  # one for seeds of torch's generator, one for seeds that are given

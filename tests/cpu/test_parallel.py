@@ -231,7 +231,7 @@ def test_a_rank_computes_in_the_tiles_of_one_gpu_and_no_more_of_them_than_its_sh
     division = divide(visits, ranks)
     for rank in range(ranks):
         movement = Movement.of(division, visits.seen, rank, gather=False, parts=1)
-        mine = [parallel_plans.of_piece(mask, length, piece) for part in movement.parts for piece in part.pieces]
+        mine = [parallel_plans.of_call(mask, length, sub) for part in movement.parts for sub in part.sub_calls]
         assert all(of_equal_tiles(found.tilings) == of_equal_tiles(one.tilings) for found in mine)
         for executed in ("forward_tiles", "backward_tiles"):
             share = sum(getattr(found, executed) for found in mine) * ranks / getattr(one, executed)

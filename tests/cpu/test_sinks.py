@@ -10,7 +10,7 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.dispatch import kept
+from composattn.dispatch import plan_cache
 from composattn.integrations.flash_attn import flash_attn_func
 from composattn.mods import causal
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case, random_case
@@ -155,9 +155,9 @@ def test_a_module_owns_them(generator: torch.Generator) -> None:
 
 def test_other_sinks_plan_nothing_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, sinks = inputs(generator)
-    made, plans = kept._made, []
-    monkeypatch.setattr(kept, "_made", lambda *a: (plans.append(a[0]), made(*a))[1])
-    kept._plans.clear()
+    made, plans = plan_cache._made, []
+    monkeypatch.setattr(plan_cache, "_made", lambda *a: (plans.append(a[0]), made(*a))[1])
+    plan_cache._plans.clear()
     for _ in range(3):
         ca.attention(q, k, v, sinks=torch.nn.Parameter(sinks.detach().clone()))
     assert len(plans) == 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.dispatch import kept
+from composattn.dispatch import plan_cache
 from composattn.errors import GraphUnsupported
 from composattn.mods import causal, document
 from tests.support import gpu_backend, has_backward, needs_backward
@@ -141,8 +141,8 @@ def test_learned_sinks() -> None:
 def test_a_graph_outlives_the_plan_of_its_call() -> None:
     x, ids = Inputs(), sorted_ids()
     graph, found = captured(lambda: x.step(lambda *qkv: ca.attention(*qkv, mask_mod=causal() & document(ids))))
-    for key in list(kept._plans):
-        kept.forget(key)
+    for key in list(plan_cache._plans):
+        plan_cache.forget(key)
     gc.collect()
     torch.cuda.empty_cache()
     others = [torch.full((1 << 16,), 7, device="cuda", dtype=torch.int32) for _ in range(64)]

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 import composattn
 import composattn.integrations.transformers as integration
 from composattn import errors
-from composattn.dispatch import kept
+from composattn.dispatch import plan_cache
 from tests.cpu.integrations.models import FAMILIES, TOKENS, WORDS
 
 NEW = 12  # tokens to generate
@@ -102,9 +102,9 @@ def test_generation_gives_the_tokens_of_sdpa_with_two_plans(name: str, side: str
     of.set_attn_implementation("eager")
     wanted = of.generate(tokens, **options)
     plans = []
-    made = kept._made
-    monkeypatch.setattr(kept, "_made", lambda *a: (plans.append(str(a[0])), made(*a))[1])
-    kept._plans.clear()
+    made = plan_cache._made
+    monkeypatch.setattr(plan_cache, "_made", lambda *a: (plans.append(str(a[0])), made(*a))[1])
+    plan_cache._plans.clear()
     of.set_attn_implementation("composattn")
     assert torch.equal(of.generate(tokens, **options), wanted)
     kinds = len(set(getattr(of.config, "layer_types", None) or ["full"]))

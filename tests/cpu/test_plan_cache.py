@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
-from composattn.dispatch import kept, planned
+from composattn.dispatch import plan_cache, planned
 from composattn.graph import lent
 from composattn.graph.counters import Counter
 from composattn.graph.fingerprint import fingerprint
@@ -415,7 +415,7 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
     assert len(capture.dependents) <= 2 * lent.IDLE_LIMIT
     assert len(lent._idle) <= lent.IDLE_LIMIT
     assert len(lent._of_tensor) <= len(lent._known)
-    assert sum(capture in captures for _, captures, _ in kept._plans.values()) <= 2 * lent.IDLE_LIMIT
+    assert sum(capture in captures for _, captures, _ in plan_cache._plans.values()) <= 2 * lent.IDLE_LIMIT
 
 
 class Marked(torch.Tensor):
@@ -447,12 +447,12 @@ def test_forms_that_come_in_turns_are_planned_once_each(inputs: list[torch.Tenso
     assert [work.of(call)[1] for call in [*calls, *reversed(calls)]] == [0] * 2 * len(calls)
 
 
-def test_the_kept_plans_are_bounded_in_number(inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "KEPT_LIMIT", len(kept._plans) + 20)
+def test_cached_plans_are_bounded_in_number(inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "LIMIT", len(plan_cache._plans) + 20)
     q, k, v = (t[:1, :1, :4] for t in inputs)
     for step in range(70):
         ca.attention(q, k, v, scale=1.0 + step)
-    assert len(kept._plans) <= kept.KEPT_LIMIT
+    assert len(plan_cache._plans) <= plan_cache.LIMIT
 
 
 def test_a_backward_finds_its_tensors_after_the_plan_ended(inputs: list[torch.Tensor]) -> None:
@@ -470,7 +470,7 @@ def test_a_backward_finds_its_tensors_after_the_plan_ended(inputs: list[torch.Te
 
     found = loss()
     gc.collect()
-    kept._plans.clear()
+    plan_cache._plans.clear()
     grads = torch.autograd.grad(found, [q, k, v])
     for x, y in zip(grads, torch.autograd.grad(loss(), [q, k, v]), strict=True):
         torch.testing.assert_close(x, y)

@@ -19,7 +19,7 @@ from .planned import Options, Planned, refuse_flattened
 from .serialized import Mods, Serialized, serialize
 
 
-class Held(Planned):
+class Pinned(Planned):
     """What `ca.Attention` is behind its front; `number`: what compiled code knows this object by."""
 
     serialized: Serialized
@@ -40,7 +40,7 @@ class Held(Planned):
         return self._state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        Held.__init__(self, *state)
+        Pinned.__init__(self, *state)
 
     @property
     def names(self) -> tuple[str, str]:

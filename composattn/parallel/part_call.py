@@ -14,18 +14,18 @@ from ..analysis.derived import refresh
 from ..call.autograd import BackwardInputs, Differentiable, Grads, Results, without_autocast
 from ..call.inputs import Inputs
 from ..dispatch.contents import check_call
-from ..dispatch.kept import planned_of
+from ..dispatch.plan_cache import planned_of
 from ..graph.lent import current
-from .placed import FIRST_HEAD, FIRST_KV, FIRST_Q, SEQ_LEN, Placed
+from .offset_mods import FIRST_HEAD, FIRST_KV, FIRST_Q, SEQ_LEN, OffsetMods
 
 _numbers = threading.Lock()  # plans look at run-time numbers as they are made
 
 
 @dataclass(frozen=True)
-class Place:
+class Offsets:
     """Where the rows of a call lie: first query and key (0 where tables say it), first head, length of the sequence.
 
-    tables: what the mods read of the call's own rows, see `Placed.tables`.
+    tables: what the mods read of the call's own rows, see `OffsetMods.tables`.
     """
 
     first_q: int
@@ -52,7 +52,7 @@ class Begun:
     """
 
     call: Differentiable
-    place: Place
+    offsets: Offsets
     read: tuple[torch.Tensor, ...]
     of: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Begun:
         asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
         known = known._replace(captured=self.read, wanted=asked)
         with _numbers:
-            self.place.enter()  # kernels of the backward are planned when they are first needed
+            self.offsets.enter()  # kernels of the backward are planned when they are first needed
             dq, dk, dv, *found = without_autocast(known.q, self.call.backward, known)
         of_given: list[torch.Tensor | None] = [None] * count
         for n, grad, ask in zip(self.of, found, asked[3:], strict=True):
@@ -73,21 +73,21 @@ class Begun:
 
 
 def forward(
-    placed: Placed,
+    offset_mods: OffsetMods,
     options: tuple[Any, ...],
-    place: Place,
+    offsets: Offsets,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     given: Sequence[torch.Tensor],
     max_scores: bool,
 ) -> tuple[Results, Begun]:
     """(out, lse, max_scores) of one call, and what its backward takes."""
-    leaves = placed.leaves_of(given, place.tables)
-    planned, lending = planned_of(placed.forms, leaves, options)
-    numbers = place.numbers()
+    leaves = offset_mods.leaves_of(given, offsets.tables)
+    planned, lending = planned_of(offset_mods.forms, leaves, options)
+    numbers = offsets.numbers()
     with nullcontext() if lending is None else lending:
         program = planned.program
         with _numbers:
-            place.enter()
+            offsets.enter()
             of_call = Inputs(*inputs)
             prepared = planned.prepared(of_call)
             check_call(program, [], of_call, planned.options.scale)
@@ -98,4 +98,4 @@ def forward(
         read = tuple(c.tensor for c in program.captures)
         found = without_autocast(inputs[0], call.forward, *inputs, read)
         numbered = {id(t): n for n, t in enumerate(given)}
-        return found, Begun(call, place, read, tuple(numbered.get(id(t), -1) for t in read))
+        return found, Begun(call, offsets, read, tuple(numbered.get(id(t), -1) for t in read))

@@ -1,4 +1,4 @@
-"""Plans kept between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
+"""Plans cached between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
 
 A plan is known by what the call asks for: the forms of its mods, its options, and the memory of the captured tensors.
 It holds none of them (see `graph.lent`); when one of them ends, the plan waits for another of its form.
@@ -30,9 +30,9 @@ from ..mods.score import Score
 from ..mods.sink import Sink
 from .planned import Options, Planned, refuse_flattened
 
-KEPT_LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
-Kept = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs
-_plans: dict[Hashable, Kept] = {}  # by what the mods are: their forms, or what their functions say
+LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
+CachedPlan = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs
+_plans: dict[Hashable, CachedPlan] = {}  # by what the mods are: their forms, or what their functions say
 _lock = threading.Lock()
 _NOTHING_SAID: Fingerprint = None, ()
 _SINKS = Sink.of(torch.zeros(1)).form
@@ -134,7 +134,7 @@ def _planned_by_form(
         captures, by_form = () if lending is None else lending.captures, _asked(forms, options)
         found = None if by_form is None else _plans.get(by_form + captures)
         if found is not None and said[len(said) - len(captures) :] == captures == found[1]:
-            _keep(said, found)
+            _cache(said, found)
     return planned, lending
 
 
@@ -180,7 +180,7 @@ def planned_of(
     else:
         with lending:
             planned = _made(forms, leaves, options)
-    _keep(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
+    _cache(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
     return planned, lending
 
 
@@ -208,9 +208,9 @@ def _refuse_misplaced(
         )
 
 
-def _keep(key: Hashable, found: Kept) -> None:
+def _cache(key: Hashable, found: CachedPlan) -> None:
     with _lock:
-        while len(_plans) >= KEPT_LIMIT:
+        while len(_plans) >= LIMIT:
             forget(next(iter(_plans)))
         _plans[key] = found
         for capture in found[1]:

@@ -118,7 +118,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Placed:
+class OffsetMods:
     """Mods whose rows lie elsewhere: forms, and of each leaf where a call finds it.
 
     A leaf is a tensor of `given`, by its number; a `Local`; a table of positions, by its name; or what it is.
@@ -131,15 +131,15 @@ class Placed:
     def of(
         graphs: Graphs,
         given: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor],
+        constant: Sequence[torch.Tensor],
         seq_len: int,
         *,
         runs: bool,
         heads: bool = False,
-    ) -> Placed:
+    ) -> OffsetMods:
         """`graphs` of rows that are runs, or that tables name.
 
-        given: the tensors that calls give anew; kept: those among them whose contents stay as they are. heads: whether
+        given: the tensors that calls give anew; constant: those whose contents do not change. heads: whether
         the call has some of the heads only.
         """
         length = SEQ_LEN.expr
@@ -149,7 +149,7 @@ class Placed:
         if heads:
             at[_H] = apply("add", _H, FIRST_HEAD.expr)
         numbers = {id(t): n for n, t in enumerate(given)}
-        found = _Locals(frozenset(numbers) - {id(t) for t in kept}, seq_len, at)
+        found = _Locals(frozenset(numbers) - {id(t) for t in constant}, seq_len, at)
         moved = graphs.mapped(lambda graph: transform(graph, lambda node: at.get(node) or found.read(node)))
         mods: list[Mod | None] = [
             None if moved.score is None else Score(moved.score),
@@ -162,7 +162,7 @@ class Placed:
             else:
                 leaves.append(found.by_stand_in.get(id(leaf), numbers.get(id(leaf), leaf)))
         score, mask = (None if mod is None else mod.form for mod in mods)
-        return Placed((score, mask), tuple(leaves))
+        return OffsetMods((score, mask), tuple(leaves))
 
     def tables(self, q: torch.Tensor, kv: torch.Tensor) -> dict[Any, torch.Tensor]:
         """What the calls on queries and keys at these positions (int64, on their device) read."""

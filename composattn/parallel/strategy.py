@@ -1,4 +1,4 @@
-"""What ways of sharing an attention have in common: what a forward is given and gives, and what a backward knows."""
+"""Strategies of sharing an attention: what a forward is given and returns, and what a backward knows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Given(NamedTuple):
         return None if self.sink is None else self.tensors[self.sink]
 
 
-class Way(Protocol):
+class Strategy(Protocol):
     """How the ranks share the work of one attention: by moving keys (`ByKeys`), or heads (`ByHeads`)."""
 
     ranks: Ranks
@@ -49,7 +49,7 @@ class Way(Protocol):
     def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
         """(out, lse, max_scores, what was begun, tensors that the backward needs besides)."""
 
-    def backward(self, known: Known, begun: Any, kept: Sequence[T]) -> list[T | None]:
+    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
         """Gradients of q, k, v and of each given tensor, those of this rank's rows."""
 
 
