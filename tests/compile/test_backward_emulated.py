@@ -137,9 +137,9 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 
 FEW = dataclasses.replace(HOPPER, sms=2)
-STAY, LEAVE = {"persistent": True, "clears": False}, {"persistent": False, "clears": False}
-CLEARING, PASSING = {"clears": True}, {"passing": True}
-BULK: dict[str, Any] = {"tile_m": 80, "dq_split": "transposed", "persistent": False, "dq_in_bulk": True}
+STAY, LEAVE = {"persistent": True, "dq_begins": "before"}, {"persistent": False, "dq_begins": "before"}
+CLEARING, PASSING = {"dq_begins": "beside"}, {"passing": True}
+BULK: dict[str, Any] = {"tile_m": 80, "persistent": False, "dq_leaves": "in bulk"}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), LEAVE, (2, 0, 2)),
@@ -281,7 +281,7 @@ def test_a_fixed_order_that_ends_backwards_is_as_right(
 ) -> None:
     """A section has one head, so the last one goes from the first keys to the last; memory nobody writes is NaN."""
     facts, cut = BACKWARDS_CASES[case]
-    backwards = {"heads_together": 1, "ends_backwards": True}
+    backwards = {"heads_together": 1, "heads_at_last": 0}
     check(facts, folder, generator, cut=None if cut is None else Cut(*cut), mode=mode, **backwards)
 
 
@@ -300,17 +300,22 @@ def test_the_last_section_of_a_fixed_order_has_heads_of_its_own(
     case: str, mode: Mode, folder: Path, generator: torch.Generator
 ) -> None:
     facts, together, at_last = LAST_SECTIONS[case]
-    sections = {"heads_together": together, "heads_at_last": at_last, "ends_backwards": True}
+    sections = {"heads_together": together, "heads_at_last": at_last}
     check(facts, folder, generator, cut=None, mode=mode, **sections)
 
 
-CLAIMED: dict[str, Any] = BULK | STAY | {"claimed_parts": 2}
+CLAIMED: dict[str, Any] = BULK | STAY | {"dq_begins": "claim"}
 # facts as above, changes of the tiling, which tiles are cut, batch
 CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None, int]] = {
     "plain-ragged": (("plain", torch.bfloat16, 2, 2, 250, 270, 128, 128, True, False), CLAIMED, None, 1),
     "causal-gqa2-batch2": (("causal", torch.bfloat16, 4, 2, 200, 300, 128, 128, True, False), CLAIMED, None, 2),
     "plain-cut-batch2": (("plain", torch.bfloat16, 2, 1, 250, 270, 128, 128, False, False), CLAIMED, (6, 2, 2), 2),
-    "blocks-that-leave": (("plain", torch.float16, 1, 1, 170, 400, 128, 128, False, False), CLAIMED | LEAVE, None, 1),
+    "blocks-that-leave": (
+        ("plain", torch.float16, 1, 1, 170, 400, 128, 128, False, False),
+        CLAIMED | {"persistent": False},
+        None,
+        1,
+    ),
 }
 
 
@@ -398,7 +403,7 @@ def test_who_adds_before_the_first_has_written_is_found(
 
 def _differ(case: str, folder: Path, generator: torch.Generator) -> list[str]:
     """The modes in which gradients have other bits than in eager mode."""
-    state, facts, adding = generator.get_state(), FIXED_ORDER[case], {"first_writes": False}
+    state, facts, adding = generator.get_state(), FIXED_ORDER[case], {"dq_begins": "before"}
     first, *others = (check(facts, folder, generator.set_state(state), mode=mode, **adding) for mode in ORDERS)
     pairs = zip(ORDERS[1:], others, strict=True)
     return [str(mode) for mode, found in pairs if not all(map(torch.equal, first, found))]

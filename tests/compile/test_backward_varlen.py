@@ -90,7 +90,7 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
     "case", [pytest.param("plain-d128", marks=pytest.mark.slow), "from-the-end", "window-used-gqa2"]
 )
 def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, generator: torch.Generator) -> None:
-    check_packed(case, folder, generator, tile_m=80, dq_split="transposed", persistent=False, dq_in_bulk=True)
+    check_packed(case, folder, generator, tile_m=80, persistent=False, dq_leaves="in bulk")
 
 
 # three entries of the table that are no tiles; a sequence whose last keys nobody uses
@@ -99,7 +99,7 @@ def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, gene
     [
         ("window-used-gqa2", {"persistent": True}),
         pytest.param("causal-gqa2-d96", {"persistent": True}, marks=pytest.mark.slow),
-        ("no-keys-used", {"persistent": False, "clears": False}),
+        ("no-keys-used", {"persistent": False, "dq_begins": "before"}),
         pytest.param("causal-used-gqa2-d192", {}, marks=pytest.mark.slow),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
@@ -114,7 +114,7 @@ def test_where_no_sequence_uses_keys_the_last_kernel_waits_for_the_first(
     folder: Path, generator: torch.Generator
 ) -> None:
     """The first one clears dQ; no block of the one between has anything to do, and the last one waits for that one."""
-    check_packed("no-keys-used", folder, generator, persistent=False, clears=False)
+    check_packed("no-keys-used", folder, generator, persistent=False, dq_begins="before")
 
 
 def check_packed(case: str, folder: Path, generator: torch.Generator, **changes: Any) -> None:

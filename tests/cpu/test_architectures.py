@@ -166,8 +166,8 @@ def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_secti
 
     assert sections(32, 8, 2048) == (1, 8) and sections(32, 8, 8192) == (1, 2) and sections(32, 8, 32768) == (1, 1)
     assert sections(16, 8, 8192, d=256) == (1, 1), "pairs of blocks have a tile"
-    assert sections(32, 8, 2048, schedule=Schedule(heads_together=3)) == (3, None)
-    assert sections(16, 16, 2048)[1] is None and sections(32, 8, 2048, deterministic=False)[1] is None
+    assert sections(32, 8, 2048, schedule=Schedule(heads_together=3)) == (3, 0)
+    assert sections(16, 16, 2048)[1] == 0 and sections(32, 8, 2048, deterministic=False)[1] is None
 
 
 def test_grouped_heads_whose_queries_outgrow_l2_come_few_at_a_time() -> None:

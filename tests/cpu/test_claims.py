@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -29,19 +28,11 @@ def test_causal_calls_of_2k_claim_dq_and_a_fixed_order_of_all_writes_it_first() 
     assert tiling(4096, deterministic=True).first_writes
 
 
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        ({"dq_in_bulk": False}, "only copies from shared memory do"),
-        ({"claimed_parts": 1}, "each warpgroup claims"),
-    ],
-)
-def test_a_claimed_part_of_dq_is_a_warpgroups_and_leaves_in_bulk(change: dict[str, Any], why: str) -> None:
-    claimed = tiling(2048, is_causal=True)
-    with pytest.raises(AssertionError, match=why):
-        dataclasses.replace(claimed, **change)
+def test_whoever_claims_dq_writes_it_in_bulk() -> None:
+    with pytest.raises(AssertionError, match="only copies from shared memory do"):
+        dataclasses.replace(tiling(2048, is_causal=True), dq_leaves="later")
 
 
 def test_whoever_writes_first_in_a_fixed_order_does_so_in_bulk() -> None:
     with pytest.raises(AssertionError, match="only copies from shared memory do"):
-        dataclasses.replace(tiling(4096, deterministic=True), dq_in_bulk=False)
+        dataclasses.replace(tiling(4096, deterministic=True), dq_leaves="later")

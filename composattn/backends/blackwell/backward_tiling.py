@@ -9,7 +9,6 @@ from typing import ClassVar
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.backward_heads import section_tiles
 from ..fused.planning.sharing import sharing_of
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowBackwardTiling
@@ -316,7 +315,6 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         roles=roles,
         in_halves=program.score is not None and roles is ROLES,  # ALiBi by a function spilled 4
         l2=64 << 20,
-        section_tiles=section_tiles(target),
         heads_together=problem.schedule.heads_together,
     )
     if sums_by(program, Pattern.DISTANCE):
@@ -347,7 +345,6 @@ def _by_pairs(
         "tile_n": 2 * ROWS,
         "q_stages": 1,
         "do_stages": 1,
-        "section_tiles": one.section_tiles // 2,
     }
     wide = max(one.d, one.dv) > LANES
     if wide:
@@ -378,7 +375,6 @@ def _by_pairs_of_queries(one: BlackwellBackwardTiling, program: Program, target:
         "dq_part": 16,
         "roles": WIDE_PAIR,
         "in_halves": program.score is not None,
-        "section_tiles": one.section_tiles // 2,
         "distances": distances_of(2 * one.tile_n // GROUPS) if one.distances else 0,
     }
     tilings = (QueryPairTiling(**{**kept, **own, "stages": stages}) for stages in (4, 3))

@@ -8,7 +8,7 @@ import math
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.backward_heads import SHORT, TOGETHER, section_tiles
+from ..fused.planning.backward_heads import SHORT, TOGETHER
 from ..fused.planning.coverage import all_are_seen, differ
 from ..fused.planning.cut import MANY
 from ..fused.tiles.order import queries_of_a_key
@@ -32,7 +32,9 @@ def _in_order(tiling: HopperBackwardTiling, problem: Problem, program: Program, 
     The last section fills the multiprocessors, or its longest tiles end alone: 1.05. Few tiles are cut in its place.
     """
     first = tiling.dq_in_bulk and all_are_seen(tiling, problem, program)
-    tiling = dataclasses.replace(tiling, ends_backwards=differ(problem, program), first_writes=first)
+    tiling = dataclasses.replace(
+        tiling, heads_at_last=0 if differ(problem, program) else None, dq_begins="turn" if first else "before"
+    )
     grouped = problem.group > 1 and problem.layout.is_dense and problem.schedule.heads_together is None
     at_once, tiles = target.sms // tiling.sharing, max(1, -(-problem.kv_len // tiling.tile_n))
     if not (tiling.ends_backwards and grouped and problem.batch * problem.kv_heads * tiles > MANY * at_once):
@@ -53,17 +55,17 @@ def _tiles(problem: Problem, program: Program, target: Target, deterministic: bo
         clears = problem.layout.is_dense and not deterministic
         if _exchanges(d, dv, problem, program):
             clears = clears and (d == 192 or program.mask is None)
-            return dataclasses.replace(_exchanged(tiling, problem, program, target), clears=clears)
-        return dataclasses.replace(tiling, clears=clears and program.mask is None)
+            return dataclasses.replace(
+                _exchanged(tiling, problem, program, target), dq_begins="beside" if clears else "before"
+            )
+        return dataclasses.replace(tiling, dq_begins="beside" if clears and program.mask is None else "before")
     return KeysApart(problem, program, target, deterministic).tiling
 
 
 def _shared_keys(d: int, dv: int, problem: Problem, target: Target) -> HopperBackwardTiling:
     """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
     tiling = HopperBackwardTiling(
-        kernel="backward_wide",
-        tile_m=64, tile_n=64, d=d, dv=dv, do_stages=2, dq_split="columns",
-        consumer_registers=240, producer_registers=24, l2=TOGETHER, section_tiles=section_tiles(target),
+        kernel="backward_wide", tile_m=64, tile_n=64, d=d, dv=dv, l2=TOGETHER,
         heads_together=problem.schedule.heads_together,
     )  # fmt: skip
     fits = tiling.shared_memory(2) <= target.shared_memory
@@ -97,18 +99,12 @@ def _exchanged(one: HopperBackwardTiling, problem: Problem, program: Program, ta
     Where there are two, dV comes later: 2 to 4 %; with one, dO would stay for too long (D 256 loses 2).
     """
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-    columns = one.d // 4 if one.d % 64 == 0 else one.d // 2  # of whole swizzled rows, 16 columns and more
     own = {
         "kernel": ExchangeBackwardTiling.kernel,
         "tile_n": 2 * one.tile_n,
-        "part_columns": columns,
-        "consumer_registers": 208 if columns == 64 else 192,
-        "section_tiles": one.section_tiles // 2,
         "written": "whole",  # 2 to 4 % of D 256, 0 to 3 of D 192 at 8k
     }
-    tilings = (
-        ExchangeBackwardTiling(**kept | own | {"do_stages": stages, "dv_later": stages == 2}) for stages in (2, 1)
-    )
+    tilings = (ExchangeBackwardTiling(**kept | own | {"do_stages": stages}) for stages in (2, 1))
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 
@@ -117,6 +113,6 @@ def _halves(problem: Problem, target: Target) -> PairBackwardTiling:
     d, dv = (-(-n // 64) * 64 for n in (problem.head_dim, problem.head_dim_v))
     one = _shared_keys(d, dv, problem, target)
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
-    own = {"kernel": PairBackwardTiling.kernel, "section_tiles": one.section_tiles // 2}
+    own = {"kernel": PairBackwardTiling.kernel}
     tilings = (PairBackwardTiling(**{**kept, **own, "do_stages": stages}) for stages in (2, 1))
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)

@@ -17,7 +17,6 @@ from ..fused.planning.backward_heads import (
     are_short,
     bytes_together,
     heads_of,
-    section_tiles,
 )
 from ..fused.planning.coverage import differ, end_together, has_documents_apart, has_whole_documents
 from ..fused.tiles.order import queries_of_a_key
@@ -44,13 +43,11 @@ HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 # What else is done to dQ of causal D 128 in any order where so many queries see a tile of keys, on average: 2k gains 4
 # to 6 %, full calls lose 3 to 8
-CLAIMED: dict[str, Any] = {"claimed_parts": 2, "clears": False, "tries_first": True}
+CLAIMED: dict[str, Any] = {"dq_begins": "claim", "tries_first": True}
 CLAIMED_FROM, CLAIMED_BELOW = 768, 1600
 # those who send and wait for turns want more than 24 registers (18 spills with 32), and who computes spares 8; waits of
 # these kernels sleep in the loop, so they look first
-STAYING_IN_ORDER: dict[str, Any] = {
-    "persistent": True, "tries_first": True, "consumer_registers": 232, "producer_registers": 40,
-}  # fmt: skip
+STAYING_IN_ORDER: dict[str, Any] = {"persistent": True, "tries_first": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +70,7 @@ class KeysApart:
         # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
         most = tiling.dv + tiling.d * self.is_low
         columns = min(max(0, self.spare(tiling)) * HELD_A_REGISTER // 16 * 16, most)
-        held_v = min(columns, tiling.dv)
-        return dataclasses.replace(tiling, held_v=held_v, held_k=columns - held_v)
+        return dataclasses.replace(tiling, held=columns)
 
     @functools.cached_property
     def _without_held(self) -> HopperBackwardTiling:
@@ -82,9 +78,7 @@ class KeysApart:
         if self.deterministic:
             stays: dict[str, Any] = STAYING_IN_ORDER if self.stays_in_order else {}
             return dataclasses.replace(self._each_block, **stays)
-        also: dict[str, Any] = {
-            "persistent": not self.leaves, "clears": True,
-        }  # fmt: skip
+        also: dict[str, Any] = {"persistent": not self.leaves, "dq_begins": "beside"}
         staying = dataclasses.replace(self._each_block, **also | self.way)
         # the loop over tiles of keys takes registers: by lists tests have none left (documents by offsets, which went
         # by lists, spilled 16 and lost 5 %), and score mods lose 2 to 3 % on 128 queries
@@ -95,25 +89,22 @@ class KeysApart:
     def _each_block(self) -> HopperBackwardTiling:
         """With a block for each tile of keys."""
         a_piece, together = heads_of(self.problem, self.program, self.seen, self.target, self.deterministic)
-        tall, wide, narrow = self.tall, self.wide, self.widest < 128
+        wide, narrow = self.wide, self.widest < 128
         any_order = not self.deterministic
         return HopperBackwardTiling(
             tile_m=self.tile_m,
             tile_n=128,
             d=self.d,
             dv=self.dv,
-            do_stages=2,
-            dq_split="rows" if tall else "transposed" if wide else "columns",
-            consumer_registers=240,
-            producer_registers=24,
-            bends_early=self.bends_early,
-            dq_later=self.later,
-            dq_in_bulk=self.sends,
+            dq_leaves="in bulk" if self.sends else "later" if self.later else "at once",
             # 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3
-            lse_ahead=4 if any_order and ((self.plain and not self.is_low) or (wide and self.whole)) else 0,
+            early="LSE"
+            if any_order and ((self.plain and not self.is_low) or (wide and self.whole))
+            else "P"
+            if self.bends_early
+            else "nothing",
             tries_first=self.program.is_plain and (self.deterministic or self.widest == 96),
             l2=bytes_together(self.problem, self.program, self.seen) if any_order and not wide else TOGETHER,
-            section_tiles=section_tiles(self.target),
             heads_together=together,
             heads_a_piece=a_piece,
             distances=2 * 4096 if sums_by(self.program, Pattern.DISTANCE) else 0,

@@ -16,20 +16,17 @@ class HopperBackwardTiling(BackwardTiling):
     """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
-    does not fit. `dq_split` says how the
-    warpgroups share dQ of a tile: by columns, by rows, or transposed (rows of dQᵀ).
-    `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what
-    dP - D is multiplied by, and a tanh near 0 is a polynomial. `dq_later`: dQ of a query tile is computed a tile later,
-    so that no warpgroup waits for another's dS. `dq_in_bulk`, then: dQ leaves through shared memory, by copies that
-    add, one warp starting them for each warpgroup, and where blocks stay dK and dV leave through the same place; else
-    by reductions from registers. `lse_ahead`: rows of LSE that are read under their scores, as many as there are
-    registers for. `dv_later`, of pairs that exchange dS: the product for dV of a query tile starts behind that for the
-    next one's scores.
-    `passing`, then too: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see
-    `Edge`.
-    `held_k`, `held_v`: so many columns of a warpgroup's K and V wait in registers for all query tiles, so that the
+    does not fit.
+    `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so that no
+    warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp starting
+    them for each warpgroup, and where blocks stay dK and dV leave through the same place.
+    `passing`, where it leaves later: a warpgroup passes by query tiles that see none of its keys.
+    `tries_first`: see `Edge`.
+    `early`: what has registers while products run. "LSE": the first rows of LSE are read under their scores. "P":
+    where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is multiplied
+    by, and a tanh near 0 is a polynomial.
+    `held`: so many columns of a warpgroup's V, and behind them of K, wait in registers for all query tiles, so that the
     matrix unit reads only the others from shared memory.
-    `part_columns`: of dQ, that a warpgroup of its own computes at a time; 0: those with scores share it.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
     `written`: how products are, see `fused/tiles/written.py`.
     """
@@ -38,36 +35,80 @@ class HopperBackwardTiling(BackwardTiling):
     q_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
 
-    do_stages: int
-    dq_split: Literal["columns", "rows", "transposed"]
-    consumer_registers: int
-    producer_registers: int
-    dq_later: bool = False
-    dq_in_bulk: bool = False
+    do_stages: int = 2
+    dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
     passing: bool = False
     tries_first: bool = False
-    lse_ahead: int = 0
-    dv_later: bool = False
-    bends_early: bool = True
-    held_k: int = 0
-    held_v: int = 0
-    part_columns: int = 0
+    early: Literal["nothing", "LSE", "P"] = "P"
+    held: int = 0
     distances: int = 0
-    written: Written = (
-        "by steps"  # `backward_pair` loses 4 % by whole ones; `backward_keys_apart` and `backward_choice` choose
-    )
+    written: Written = "by steps"  # `backward_pair` loses 4 % by whole ones
 
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
-        if self.claimed_parts or self.first_writes:
+        if self.first_writes:
             # reductions from registers add to what nobody cleared
             assert self.dq_in_bulk, "who comes first at dQ writes it, which only copies from shared memory do"
-        if self.claimed_parts:
-            assert self.claimed_parts == self.dq_parts, "each warpgroup claims its part of a tile of dQ"
         if self.short_rows:
-            assert self.dq_later and self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
+            assert self.dq_in_bulk, "who sends dQ takes it from a tile of fewer queries too"
             assert self.dq_split == "transposed", "products with 64 queries as rows have no fewer"
             assert not self.ends_backwards, "a tile of fewer queries comes last"
+
+    @property
+    def claimed_parts(self) -> int:
+        return self.dq_parts if self.dq_begins == "claim" else 0
+
+    @property
+    def dq_later(self) -> bool:
+        """Whether dQ of a query tile is computed a tile later."""
+        return self.dq_leaves != "at once"
+
+    @property
+    def dq_in_bulk(self) -> bool:
+        """Whether copies add it."""
+        return self.dq_leaves == "in bulk"
+
+    @property
+    def dq_split(self) -> Literal["columns", "rows", "transposed"]:
+        """How warpgroups share dQ of a tile: 64 rows each, columns, or, of no whole 64 rows, rows of dQᵀ."""
+        if self.tile_m % ROWS:
+            return "transposed"
+        return "rows" if self.tile_m == ROWS * self.warpgroups else "columns"
+
+    @property
+    def held_v(self) -> int:
+        """Columns of V that wait in registers."""
+        return min(self.held, self.dv)
+
+    @property
+    def held_k(self) -> int:
+        """Of K, behind all of V."""
+        return self.held - self.held_v
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread that computes. Beside a third warpgroup that has dQ 36 and 48 columns more leave less.
+
+        Those who send dQ and wait for turns in blocks that stay want more than 24 (18 spills with 32).
+        """
+        if self.dq_apart:
+            return 208 if self.part_columns == 64 else 192
+        return 232 if self.persistent and self.dq_begins in ("before", "turn") else 240
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread that copies, and of all that neither compute nor have dQ: what the others leave, up to 8."""
+        return 24 if self.dq_apart else 504 - 2 * self.consumer_registers
+
+    @property
+    def lse_ahead(self) -> int:
+        """Rows of LSE that are read under their scores."""
+        return 4 if self.early == "LSE" else 0
+
+    @property
+    def bends_early(self) -> bool:
+        """Whether P, and what dP - D is multiplied by, are there before dPᵀ is."""
+        return self.early == "P"
 
     @property
     def in_stretches(self) -> bool:
@@ -85,7 +126,24 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def dq_apart(self) -> bool:
         """Whether a warpgroup of its own computes dQ, `part_columns` at a time."""
-        return self.part_columns > 0
+        return self.kernel in ("backward_apart", "backward_exchange")
+
+    @property
+    def part_columns(self) -> int:
+        """Of dQ, of whole swizzled rows, 16 columns and more, that a warpgroup of its own computes at a time.
+
+        Two parts of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
+        other's product.
+        """
+        return self.d // 4 if self.d % 64 == 0 else self.d // 2
+
+    @property
+    def dv_later(self) -> bool:
+        """Whether the product for dV of a query tile starts behind that for the next one's scores.
+
+        2 to 4 % of pairs that exchange dS; with one stage dO would stay for too long (D 256 loses 2).
+        """
+        return self.dq_apart and self.do_stages == 2
 
     @property
     def dq_parts(self) -> int:

@@ -89,7 +89,7 @@ class Block(Fixed):
             numbers = smem.allocate_array(Int32, edges["queue"].stages)
             self.queue = TileQueue(bound["queue"], numbers, counter, draws_first=deterministic)
         # of each turn, whether it is the first at its query tile
-        self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.first_writes else None
+        self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.dq_begins == "turn" else None
         barriers = Barriers()
         self.of_consumers = barriers.one((tiling.warpgroups + tiling.dq_apart) * WARPGROUP)
         self.of_weights = barriers.one(tiling.warpgroups * WARPGROUP) if tiling.shared_keys else None

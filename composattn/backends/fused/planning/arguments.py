@@ -181,7 +181,7 @@ class MainArguments(NamedTuple):
             dq_accum=_dq_accum(plan),
             dk=dk,
             dv=dv,
-            pieces=_pieces(plan),
+            pieces=PIECES if plan.in_pieces else None,
             turns=TensorForm(torch.int32, (_entries(plan), "heads", "turns"), 1, align=4)
             if plan.deterministic
             else None,
@@ -235,7 +235,7 @@ class GatherArguments(NamedTuple):
     @staticmethod
     def of(plan: GatherPlan) -> GatherArguments:
         return GatherArguments(
-            pieces=_pieces(plan),
+            pieces=PIECES,
             dk=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim),
             dv=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
             sequences=_sequences(plan.layout),
@@ -267,9 +267,7 @@ def _dq_accum(plan: TiledPlan) -> TensorForm:
     return TensorForm(torch.float32, (_entries(plan), "heads", "tiles", t.tile_m * t.d), 4, align=16)
 
 
-def _pieces(plan: BackwardPlan | GatherPlan) -> PiecesArguments | None:
-    count = NumberForm(DType.INT32)
-    return PiecesArguments(WORKSPACE, count, count, count) if plan.tiling.in_pieces else None
+PIECES = PiecesArguments(WORKSPACE, NumberForm(DType.INT32), NumberForm(DType.INT32), NumberForm(DType.INT32))
 
 
 def _sinks(plan: PreprocessPlan | PostprocessPlan) -> SinkArguments | None:

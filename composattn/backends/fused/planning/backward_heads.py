@@ -58,11 +58,6 @@ def are_short(problem: Problem, seen: float) -> bool:
     return _are_packed(problem) and seen <= SHORT / 2
 
 
-def section_tiles(target: Target) -> int:
-    """Of heads that run together: with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle."""
-    return 3 * target.sms // 2
-
-
 def _documents(problem: Problem, program: Program) -> HeadsOf | None:
     """Blocks that run together are at a few documents of many heads. Full ones gain nothing.
 

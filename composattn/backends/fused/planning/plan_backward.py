@@ -55,6 +55,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     told: Told | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with stretches
     # None: no tile of keys is cut
     cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
+    in_pieces: bool  # several blocks share some tiles of keys
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
@@ -189,12 +190,11 @@ def plan_backward(
     check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
     pieces = 1 if cut is None else cut.pieces
     check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
-    in_pieces = dataclasses.replace(chosen, in_pieces=cut is not None)
     by_table: OfKeys = {"has_order_table": keys is not None, "has_stretches": stretches is not None}
     main = BackwardPlan(
         **known,
         **by_table,
-        tiling=in_pieces,
+        tiling=chosen,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
         scalars=tuple(s.expr.dtype for s in program.scalars),
@@ -206,12 +206,13 @@ def plan_backward(
         work=keys,
         told=told,
         cut=cut,
+        in_pieces=cut is not None,
     )
     return BackwardPlans(
         PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),
         main,
         PostprocessPlan(**known, **of_rows, tiling=chosen),
-        None if cut is None else GatherPlan(**known, **by_table, tiling=in_pieces),
+        None if cut is None else GatherPlan(**known, **by_table, tiling=chosen),
     )
 
 
@@ -283,7 +284,7 @@ def _cut(
         cut, together = cut_in_order(visits[0].tolist(), heads, problem.group, at_once, tiling.heads_together)
         if together < heads:
             return cut if cut.cut else None, dataclasses.replace(tiling, heads_together=together)
-        tiling = dataclasses.replace(tiling, ends_backwards=False)  # nothing runs before it
+        tiling = dataclasses.replace(tiling, heads_at_last=None)  # nothing runs before it
     cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
     return cut if cut.cut else None, tiling
 

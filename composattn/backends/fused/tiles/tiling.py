@@ -198,13 +198,12 @@ class RowForwardTiling(ForwardTiling):
 class BackwardTiling(Tiling):
     """A block owns `tile_n` keys and walks over queries.
 
-    `section_tiles`: heads that are worked on together have at least so many tiles of keys. `in_pieces`: several blocks
-    share some tiles, see `Cut`. `clears`: a warp of each block clears dQ while the first tiles are computed, not the
-    kernel before. `ends_backwards`: in a fixed order the last section goes from the first keys to the last, and from
-    the last queries to the first, so that the longest tiles follow the shortest, and nobody waits longer for a turn;
-    it has `heads_at_last`, None: as many as the others.
-    `first_writes`: whose turn at a query tile is the first writes to dQ, where others add, so nobody clears it.
-    `claimed_parts`: in any order whoever comes first at one of so many parts of a tile of dQ does; 0: nobody.
+    `dq_begins`: a sum of dQ is cleared by the kernel "before", or "beside" the first tiles by a warp of each block; or
+    nobody clears it, as the first one there writes where others add: in a fixed order whose "turn" comes first, in any
+    order who makes the first "claim".
+    `heads_at_last`: in a fixed order the last section has so many heads (0: as many as the others), and goes from the
+    first keys to the last, and from the last queries to the first, so that the longest tiles follow the shortest, and
+    nobody waits longer for a turn; None: it goes as the others do.
     `heads_a_piece`: every tile of keys is cut in pieces of so many query heads of its group, so that those which run
     together are at few heads; 0: it is not.
     `short_rows`: of a sequence's last query tile, where it has no more, only these are computed; 0: all are.
@@ -212,15 +211,30 @@ class BackwardTiling(Tiling):
 
     kernel: str = "backward"
     sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
-    section_tiles: int
-    in_pieces: bool = False
-    clears: bool = False
-    ends_backwards: bool = False
+    dq_begins: Literal["before", "beside", "turn", "claim"] = "before"
     heads_at_last: int | None = None
-    first_writes: bool = False
-    claimed_parts: int = 0
     heads_a_piece: int = 0
     short_rows: int = 0
+
+    @property
+    def clears(self) -> bool:
+        """Whether a warp of each block clears dQ."""
+        return self.dq_begins == "beside"
+
+    @property
+    def first_writes(self) -> bool:
+        """Whether the first one that has a part of dQ writes it."""
+        return self.dq_begins in ("turn", "claim")
+
+    @property
+    def claimed_parts(self) -> int:
+        """Of a tile of dQ, each of which somebody claims; 0: nobody does."""
+        return 0
+
+    @property
+    def ends_backwards(self) -> bool:
+        """Whether the last section goes the other way."""
+        return self.heads_at_last is not None
 
     @property
     def cuts_heads(self) -> bool:

@@ -106,7 +106,7 @@ class Preprocess(Kernel):
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
             rows.append((of_tiles, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
-        if const_expr(not (self.tiling.clears or self.tiling.first_writes or self.tiling.claimed_parts)):
+        if const_expr(self.tiling.dq_begins == "before"):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
         first = padded.first * self.tiling.tile_m

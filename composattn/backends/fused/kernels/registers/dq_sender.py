@@ -75,7 +75,7 @@ class DqSender(Fixed):
 
     def start_sum(self, writes, source, target, numbers: int) -> None:
         """A bulk copy of so many numbers of dQ that adds, or `writes`, where this block may be the first there."""
-        if self.kernel.tiling.first_writes or self.kernel.tiling.claimed_parts:
+        if self.kernel.tiling.first_writes:
             write_or_add(writes, source, target, 4 * numbers)
         else:
             add_if(Boolean(True), source, target, 4 * numbers)
