@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -89,11 +90,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = dealt(items, workers, lambda item: item.path, lambda item: (HERE / "compile") in item.path.parents)
 
 
-TAKEN: dict[str, float] = {}  # seconds of each test that ran, by node id
+TAKEN: dict[str, float] = {}  # seconds of a core that each test took, by node id
+
+
+def seconds_worked() -> float:
+    """Of this process and of those it started that have ended: what else a machine does adds little to them."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+worked_before = 0.0  # when the phase of a test began that is reported next
+
+
+def pytest_runtest_logstart() -> None:
+    global worked_before
+    worked_before = seconds_worked()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    global worked_before
+    report, now = (yield), seconds_worked()
+    report.worked, worked_before = now - worked_before, now
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    TAKEN[report.nodeid] = TAKEN.get(report.nodeid, 0.0) + report.duration
+    TAKEN[report.nodeid] = TAKEN.get(report.nodeid, 0.0) + report.worked
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
