@@ -21,6 +21,7 @@ from benchmarks.host_work import (
     Recorded,
     Size,
     Step,
+    calls_of,
     counted,
     document_step,
     drawn_documents,
@@ -133,10 +134,10 @@ def test_a_table_of_another_mask_is_looked_for_in_two_functions(monkeypatch: pyt
     with without_kernels(lambda plan: lambda *arguments: None):
         x = host.Inputs(torch.device("cpu"), False, dtype=torch.bfloat16)
         call = host.entries(x)["ca.attention, causal(), sinks"]["composattn"]
-        before = host.calls_of(call).python
+        before = calls_of(call).python
         mask = document(offsets=torch.tensor([0, 3, 10]))
         assert len(tables.made) == len(mask.leaves)
-        assert host.calls_of(call).python <= before + 2  # 8 before, in every call that reads a tensor
+        assert calls_of(call).python <= before + 2  # 8 before, in every call that reads a tensor
 
 
 @pytest.mark.parametrize("name", ENTRIES)
