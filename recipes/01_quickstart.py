@@ -1,7 +1,7 @@
 """A mask and a score mod as two plain functions, run forward and backward on the best device there is."""
 
 import torch
-from common import OUT, best_device, compare_with_fp64, draw
+from common import best_device, compare_with_fp64, draw, draw_mask
 
 import composattn as ca
 
@@ -27,7 +27,4 @@ attn = ca.Attention(score_mod=fade, mask_mod=recent_or_first)
 print(attn.explain(q, k, v), "\n")
 compare_with_fp64(q, k, v, score_mod=fade, mask_mod=recent_or_first, captured={"slopes": slopes})
 
-OUT.mkdir(exist_ok=True)
-picture = OUT / "quickstart-mask.png"
-ca.mask(recent_or_first).picture(picture, S)
-print(f"the mask is drawn in {picture}")
+draw_mask(ca.mask(recent_or_first), "quickstart-mask.png", S)

@@ -1,7 +1,7 @@
 """Documents packed into one sequence, none seeing another: no padding, and the pairs between them cost nothing."""
 
 import torch
-from common import OUT, best_device, compare_with_fp64, draw
+from common import best_device, compare_with_fp64, draw, draw_mask
 
 import composattn as ca
 from composattn.mods import causal, document
@@ -24,6 +24,4 @@ with torch.no_grad():
     alone = torch.cat([ca.attention(*one, mask_mod=causal()) for one in parts], dim=2)
 print(f"largest difference from one call a document: {(packed - alone).abs().max():.1e}")
 
-OUT.mkdir(exist_ok=True)
-mask.picture(OUT / "documents.png", S)
-print(f"the mask is drawn in {OUT / 'documents.png'}")
+draw_mask(mask, "documents.png", S)

@@ -1,7 +1,7 @@
 """Text with images, as in Gemma 3 and 4: a causal window for the text, and images that see themselves whole."""
 
 import torch
-from common import OUT, best_device, compare_with_fp64, draw
+from common import best_device, compare_with_fp64, draw, draw_mask
 
 import composattn as ca
 from composattn.mods import causal, sliding_window
@@ -29,6 +29,4 @@ for name, mask in layers.items():
     print(f"{name}: {tiles}")
     compare_with_fp64(q, k, v, mask_mod=mask)
 
-OUT.mkdir(exist_ok=True)
-layers["local"].picture(OUT / "images.png", S)
-print(f"the local layers' mask of the first text is drawn in {OUT / 'images.png'}")
+draw_mask(layers["local"], "images.png", S, "the local layers' mask of the first text")

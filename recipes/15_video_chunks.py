@@ -1,7 +1,7 @@
 """Video made chunk by chunk, as in Magi-1: a chunk sees itself and the two before it whole, all see the text first."""
 
 import torch
-from common import OUT, best_device, compare_with_fp64, draw
+from common import best_device, compare_with_fp64, draw, draw_mask
 
 import composattn as ca
 
@@ -31,6 +31,4 @@ q, k, v = (draw(1, 2, S, 64, device=device, dtype=dtype) for _ in range(3))
 print(ca.Attention(mask_mod=video, score_mod=less_of_noise).explain(q, k, v), "\n")
 compare_with_fp64(q, k, v, mask_mod=video, score_mod=less_of_noise, captured={"share": share})
 
-OUT.mkdir(exist_ok=True)
-ca.mask(video).picture(OUT / "video.png", S)
-print(f"the mask is drawn in {OUT / 'video.png'}")
+draw_mask(ca.mask(video), "video.png", S)

@@ -9,6 +9,7 @@ kernels for a GPU that is not there.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sysconfig
 import time
 from collections.abc import Callable
@@ -223,8 +224,11 @@ def main() -> None:
     allowed = TOLERANCE[dtype]
     print(f"largest relative difference of the losses over {repeated} steps: {apart:.1e} (allowed {allowed:g})")
     picture = OUT / "byte-lm.png"
-    draw_losses(ours, reference, frequencies, picture)
-    print(f"the losses are drawn in {picture}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("the losses are not drawn: matplotlib is not installed; `pip install 'composattn[plot]'`")
+    else:
+        draw_losses(ours, reference, frequencies, picture)
+        print(f"the losses are drawn in {picture}")
     if not apart <= allowed:
         raise SystemExit("the two trainings differ")
     if options.steps >= 100 and not sum(ours[-10:]) / 10 < frequencies - 0.5:
