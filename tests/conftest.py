@@ -6,16 +6,22 @@ The seed is fixed unless `--seed` says otherwise, so that a red run tells of the
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
+try:
+    import hypothesis
+except ImportError:
+    pytest.exit("hypothesis is not installed: pip install -e '.[test]' has what the tests are written with", 4)
+
+from composattn.errors import BackendUnavailable
 from tests import durations
 from tests.dealing import dealt
 from tests.support import has_gpu_backend, has_kernel_toolchain
@@ -137,6 +143,30 @@ def pytest_collection_finish() -> None:
 def seed_of(item: pytest.Item) -> int:
     """A test's own: the same at each run with one --seed, whichever tests ran before it."""
     return random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:{item.nodeid}").randrange(2**31)
+
+
+# What a test may ask for beside torch and the tools that tests are written with: package -> the extra that brings it.
+EXTRAS = {"cutlass": "gpu", "tvm_ffi": "gpu", "matplotlib": "plot", "transformers": "transformers", "attn_gym": "test"}
+
+
+def needed_extra(error: ImportError | BackendUnavailable) -> str | None:
+    """The extra that is not installed and that the error tells of, if it tells of one."""
+    absent = {package: extra for package, extra in EXTRAS.items() if importlib.util.find_spec(package) is None}
+    if isinstance(error, ImportError) and error.name is not None:
+        return absent.get(error.name.partition(".")[0])
+    return next((extra for extra in absent.values() if f"composattn[{extra}]" in str(error)), None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
+    """A test that needs a package which is not installed is left out, and the reason says which extra has it."""
+    try:
+        return (yield)
+    except (ImportError, BackendUnavailable) as error:
+        extra = needed_extra(error)
+        if extra is None:
+            raise
+        pytest.skip(f"extra {extra}: {error}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
