@@ -43,7 +43,7 @@ def test_parts_are_the_whole_with_its_gradients_also_of_rows_that_see_nothing() 
         torch.testing.assert_close(mine, whole)
 
 
-def test_gradients_of_gradients() -> None:
+def test_forward_mode_and_gradients_of_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     outs = [torch.randn(1, 1, 3, 2, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
     lses = [torch.randn(1, 1, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -54,8 +54,8 @@ def test_gradients_of_gradients() -> None:
         return ca.merge_states(zip(given[:3], given[3:], strict=True))
 
     # torch moves each number by itself, so those that are -inf stay, with a gradient of 0
-    assert torch.autograd.gradcheck(joined, (*outs, *lses))
-    assert torch.autograd.gradgradcheck(joined, (*outs, *lses))
+    assert torch.autograd.gradcheck(joined, (*outs, *lses), check_forward_ad=True, check_batched_forward_grad=True)
+    assert torch.autograd.gradgradcheck(joined, (*outs, *lses), check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
 def test_a_light_part_keeps_its_digits() -> None:
