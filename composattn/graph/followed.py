@@ -404,8 +404,9 @@ def _hand_over_comparisons() -> None:
     if generic is not None:
 
         def handed_over(tx: Any, held: Any, item: Any) -> Any:
-            is_traced = _is_traced(held) or _is_traced(item)
-            return contains(tx, [held, item], {}) if is_traced else generic(tx, held, item)
+            among_tensors = isinstance(held.realize(), _SEQUENCES) and item.is_tensor()
+            to_tracer = _is_traced(held) or _is_traced(item) or held.is_tensor() or among_tensors
+            return contains(tx, [held, item], {}) if to_tracer else generic(tx, held, item)
 
         symbolic_convert.generic_contains = handed_over  # type: ignore[assignment]
 
@@ -418,8 +419,11 @@ _OF_TENSORS = {
 }  # fmt: skip
 
 
+_SEQUENCES = (variables.TupleVariable, variables.ListVariable)
+
+
 def _is_tensor(value: Any, or_holds: bool) -> bool:
-    if or_holds and isinstance(value.realize(), variables.TupleVariable | variables.ListVariable):
+    if or_holds and isinstance(value.realize(), _SEQUENCES):
         return any(_is_tensor(item, True) for item in value.items)
     return value.is_tensor()  # type: ignore[no-any-return]
 
@@ -432,7 +436,11 @@ def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
         func, given = self.as_python_constant(), [*args, *kwargs.values()]
+        looks_up = bool(args) and isinstance(
+            args[0].realize(), variables.ConstDictVariable
+        )  # by identity, no operation
         of_tensors = func.__hash__ and func in _OF_TENSORS and any(_is_tensor(a, func in _TO_TEXT) for a in given)
+        of_tensors = of_tensors and not looks_up
         if not of_tensors and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)
         reading.tx = tx

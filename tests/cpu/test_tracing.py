@@ -147,6 +147,8 @@ SCORES: dict[str, Callable[..., Any]] = {
         q >= kv, score, torch.tensor(float("-inf"), dtype=score.dtype, device=score.device)
     ),
     "masked_fill": lambda score, b, h, q, kv: score.masked_fill(q < kv, torch.finfo(score.dtype).min),
+    "a tensor in a list of itself": lambda score, b, h, q, kv: score * (2.0 if LIMIT in [LIMIT] else 1.0),
+    "looked up by a tensor": lambda score, b, h, q, kv: score * {LIMIT: 2.0}[LIMIT],
     "partial": functools.partial(lambda cap, score, b, h, q, kv: cap * torch.tanh(score / cap), 20.0),
     "mask used inside": lambda score, b, h, q, kv: torch.where(Mask.of(causal)(b, h, q, kv), score, -1e4),
     "an integer": lambda score, b, h, q, kv: q - kv,
@@ -480,6 +482,12 @@ REFUSED: dict[str, tuple[type[errors.TraceError], Callable[..., Any], str]] = {
     "builtin max": (errors.DataDependentBranch, lambda s, b, h, q, kv: max(s, 0.0), "max(s, 0.0)"),
     "builtin min": (errors.DataDependentBranch, lambda s, b, h, q, kv: min(q, kv) + s, "min(q, kv)"),
     "membership": (errors.DataDependentBranch, lambda s, b, h, q, kv: s * (q in [1, 2]), "q in [1, 2]"),
+    "membership in captured": (
+        errors.UnsupportedOperation,
+        lambda s, b, h, q, kv: s * (2.0 in VECTOR),
+        "2.0 in VECTOR",
+    ),
+    "captured among others": (errors.DataDependentBranch, lambda s, b, h, q, kv: s * (LIMIT in [LONG, 5]), "in [LONG"),
     "if on a captured number": (errors.DataDependentBranch, lambda s, b, h, q, kv: s if LIMIT else 0.0, "if LIMIT"),
     "if on a captured element": (
         errors.DataDependentBranch,
