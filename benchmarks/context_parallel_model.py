@@ -25,7 +25,7 @@ import torch
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 from composattn.parallel.division import Division, divide
-from composattn.parallel.traffic import Shape, received_by_heads
+from composattn.parallel.traffic import TensorSizes, received_by_heads
 from composattn.parallel.visits import grain_for, tile_for, visits_of
 
 
@@ -61,7 +61,7 @@ def busiest(division: Division, node: int) -> tuple[int, int]:
     return near * grain, (int(wanted.sum()) - near) * grain
 
 
-def row(name: str, mask: Mask, ranks: int, tokens: int, shape: Shape, assumed: Assumed) -> str:
+def row(name: str, mask: Mask, ranks: int, tokens: int, shape: TensorSizes, assumed: Assumed) -> str:
     begin = time.perf_counter()
     tile = tile_for(tokens, ranks)
     visits = visits_of(mask.expr, tokens, tile, grain_for(tokens, tile))
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--node", type=int, default=8, help="ranks of a node")
     given = parser.parse_args()
     assumed = Assumed(given.tflops * 1e12, given.inside * 1e9, given.between * 1e9, given.node)
-    shape = Shape(1, given.heads, given.kv_heads)
+    shape = TensorSizes(1, given.heads, given.kv_heads)
     print("| ranks | mask | tokens | imbalance | MiB fetched | all keys, MiB | heads, MiB | computing, ms | "
           "fetching, ms | of linear, 2 parts | 1 part | planned in, s |")  # fmt: skip
     print("|" + "---|" * 12)

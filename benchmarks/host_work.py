@@ -27,7 +27,7 @@ import composattn as ca
 from composattn import backends
 from composattn.analysis.derived import Derived
 from composattn.analysis.program import Program
-from composattn.backends import Call
+from composattn.backends import PreparedCall
 from composattn.backends.fused.planning.arguments import (
     ForwardArguments,
     MainArguments,
@@ -75,7 +75,7 @@ def copied(arguments: Any) -> Any:
 def without_kernels(kernel_of: Callable[[Any], Any] = Recorded) -> Iterator[None]:
     """Inside, new plans of every entry are an H200's, on CPU tensors; their kernels don't run."""
 
-    def prepare(problem: Problem, program: Program, scale: float) -> Call:
+    def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
         return residues.prepared(partial(FusedCall, target=HOPPER, kernel_of=kernel_of), problem, program, scale)
 
     chosen = backends.choose
@@ -118,7 +118,7 @@ class HostOnly(ca.Attention):
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask_mod=mask)
 
-    def _plan(self, problem: Problem) -> Call:
+    def _plan(self, problem: Problem) -> PreparedCall:
         return FusedCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
 
     def last_arguments(self) -> tuple[ForwardArguments, PreprocessArguments, MainArguments, PostprocessArguments]:

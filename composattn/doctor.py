@@ -66,23 +66,23 @@ def serves(backend: str) -> str:
     return f"yes (largest error of a tiny {str(dtype)[6:]} call: {(out - truth).abs().max().item():.1e})"
 
 
-class Step(NamedTuple):
+class Check(NamedTuple):
     """One thing that is tried: what it writes into the report, and the command."""
 
     file: str
     command: tuple[str, ...]
 
 
-def steps(report: Path, has_backward: bool) -> list[Step]:
+def steps(report: Path, has_backward: bool) -> list[Check]:
     """All that is tried on a GPU; without a backward, of the benchmarks what needs none."""
     python = sys.executable
     tests = (python, "-m", "pytest", "tests/gpu", "-m", "not nightly", "-p", "no:cacheprovider")
     speed = (python, "benchmarks/run.py", "--set", "forward", "mods", "gqa", "decode", "decode grid", "graph", "host")
     directions = () if has_backward else ("--only", "^(?!backward)")
     return [
-        Step("doctor.txt", (python, "-m", "composattn", "doctor")),
-        Step("tests.txt", tests),
-        Step("speed.txt", (*speed, *directions, "--out", str(report / "speed.json"))),
+        Check("doctor.txt", (python, "-m", "composattn", "doctor")),
+        Check("tests.txt", tests),
+        Check("speed.txt", (*speed, *directions, "--out", str(report / "speed.json"))),
     ]
 
 
@@ -116,7 +116,7 @@ def full() -> int:
     return 1 if failed else 0
 
 
-def kept(step: Step, report: Path) -> bool:
+def kept(step: Check, report: Path) -> bool:
     """Runs it in the source tree, its output on the screen and in the report; whether it found nothing wrong."""
     print(f"\n--- {shlex.join(step.command)}", flush=True)
     drawn = {"COMPOSATTN_FUZZ": "60", **os.environ}

@@ -16,7 +16,7 @@ from .analysis.tiles import FULL, PARTIAL, useful_cuts
 from .analysis.tiles import kinds as tile_kinds
 from .analysis.wording import visited
 from .backends.fused.tiles.architecture import planned_for
-from .backends.rows import arrange
+from .backends.layouts import arrange
 from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
 from .graph.expr import Dep, Expr, Rate, walk

@@ -25,9 +25,9 @@ from ..graph.expr import Expr, const, index, substitute
 from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
 from .row_limits import ALL_KEYS, RowLimits, most_keys, without_gaps
-from .rows import ROW, TILE, Rows
+from .row_range import ROW, TILE, RowRange
 from .saturated import saturated
-from .solve import Opaque, Piece, Pieces, Residue, Row, pieces, rows_where, tightened
+from .solve import Conjunction, Conjunctions, Opaque, Residue, RowCondition, conjunctions, rows_where, tightened
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Residual:
 class _Solved:
     """What is kept of a mask: no part of the mask itself, which it would keep alive; hence no test that is left."""
 
-    def __init__(self, solved: Pieces) -> None:
+    def __init__(self, solved: Conjunctions) -> None:
         left = [c for p in solved for c in p.constraints if isinstance(c, (Opaque, Residue))]
         steps = [c.step for c in left if isinstance(c, Residue)]
         self.residual = Residual(any(isinstance(c, Opaque) for c in left), max(steps, default=1))
@@ -123,7 +123,7 @@ def _solved(mask: Expr) -> _Solved:
     found = _cache.get(mask)
     if found is None:
         try:
-            found = _Solved(pieces(mask))
+            found = _Solved(conjunctions(mask))
         finally:
             forget()
         if mask.op != "read":  # a value of the row, which stands in the ends as it is
@@ -153,17 +153,17 @@ def mirrored(mask: Expr) -> Expr:
 # --- from rows to a tile -------------------------------------------------------------------------------------
 
 
-def _lifted(piece: Piece, tile: Rows = TILE) -> TileInterval:
+def _lifted(conjunction: Conjunction, tile: RowRange = TILE) -> TileInterval:
     """What the rows of a tile see together, and what all of them see."""
-    rows, some, every = tile, [], []  # conditions under which any row, every row of the tile belongs to the piece
-    for row in (c for c in piece.constraints if isinstance(c, Row)):
+    rows, some, every = tile, [], []  # conditions under which any row, every row of the tile satisfies it
+    for row in (c for c in conjunction.constraints if isinstance(c, RowCondition)):
         span = None if tile.is_one else rows_where(row)
         if span is None:
             some.append(_some_row(row, tile))
             every.append(_every_row(row, tile))
             continue
         low, high = span
-        rows = Rows(
+        rows = RowRange(
             rows.first if low is None else larger(rows.first, low),
             rows.last if high is None else smaller(rows.last, build(linear(high).shifted(-1))),
         )
@@ -171,22 +171,22 @@ def _lifted(piece: Piece, tile: Rows = TILE) -> TileInterval:
         every += [apply("lt", tile.last, high)] if high is not None else []
     if not at_most(rows.first, rows.last):
         some.append(apply("le", rows.first, rows.last))
-    lows, highs = tightened(piece)
+    lows, highs = tightened(conjunction)
     begin = tile.joined(larger, _ZERO, [rows.lowest(b.outer) for b in lows])
     end = tile.joined(smaller, _KV_LEN, [rows.highest(b.outer) for b in highs])
     from_here, to_here = [tile.highest(b.inner) for b in lows], [tile.lowest(b.inner) for b in highs]
     full_begin, full_end = tile.joined(larger, _ZERO, from_here), tile.joined(smaller, _KV_LEN, to_here)
-    exact = piece.exact and None not in (*from_here, *to_here)
+    exact = conjunction.exact and None not in (*from_here, *to_here)
     end = _only_if(some, end)
     full_end = _only_if(every, full_end) if exact else _ZERO
     full_begin = full_begin if exact and full_end is not _ZERO else _ZERO
     return TileInterval(begin, end, full_begin, full_end)
 
 
-def _limits_of(found: Pieces) -> RowLimits | None:
+def _limits_of(found: Conjunctions) -> RowLimits | None:
     """What a row sees as a tile of one, if this is one run and all of it is seen."""
     tables: dict[Expr, None] = {}
-    lifted = [_lifted(without_gaps(piece, tables), ROW) for piece in found]
+    lifted = [_lifted(without_gaps(conjunction, tables), ROW) for conjunction in found]
     first, *others = [run for run in lifted if not _is_empty(run)] or NOTHING
     run: TileInterval | None = first
     for other in others:
@@ -206,7 +206,7 @@ def _all(conditions: Iterable[Expr]) -> Expr:
     return functools.reduce(functools.partial(apply, "and"), conditions, const(True))
 
 
-def _some_row(row: Row, rows: Rows) -> Expr:
+def _some_row(row: RowCondition, rows: RowRange) -> Expr:
     """A condition that holds if any row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
     if low is not None and low is high:
@@ -221,7 +221,7 @@ def _some_row(row: Row, rows: Rows) -> Expr:
     return apply("or", apply("ne", low, _ZERO), apply("ne", high, _ZERO))
 
 
-def _every_row(row: Row, rows: Rows) -> Expr:
+def _every_row(row: RowCondition, rows: RowRange) -> Expr:
     """A condition that holds only if every row satisfies `row`."""
     low, high = rows.lowest(row.value), rows.highest(row.value)
     if low is not None and low is high:

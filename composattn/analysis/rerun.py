@@ -52,7 +52,7 @@ class Rerun:
         with _Recorder(inputs) as recorder:
             results = self.compute(inputs, *constants)
         made = _Recorded(recorder, results)
-        moves = all(isinstance(r, Slot) for r in made.results)  # what is given out may be written to
+        moves = all(isinstance(r, ResultSlot) for r in made.results)  # what is given out may be written to
         self._follows = recorder.follows and moves and made.held_bytes <= MOST_HELD
         if self._follows:
             self._known = form, made
@@ -64,22 +64,22 @@ def _is_plain(tensor: T) -> bool:
     return tensor.__class__ in (T, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
 
 
-class Slot(int):
+class ResultSlot(int):
     """The place of a tensor among those of a run."""
 
 
-class Step(NamedTuple):
+class RecordedOp(NamedTuple):
     """One operation; among its arguments slots stand for tensors that the inputs decide."""
 
     func: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    results: list[Slot]
+    results: list[ResultSlot]
     gives_argument: bool = False  # its result is its first argument, in the same form
 
     @property
     def reads(self) -> set[int]:
-        return {leaf for leaf in _leaves([*self.args, *self.kwargs.values()]) if isinstance(leaf, Slot)}
+        return {leaf for leaf in _leaves([*self.args, *self.kwargs.values()]) if isinstance(leaf, ResultSlot)}
 
 
 class _Recorder(TorchDispatchMode):
@@ -87,20 +87,20 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[T | None]) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[RecordedOp] = []
         self.inputs = len(inputs)
         self.held: list[Any] = list(inputs)  # all of a run, so that no two have had the same id
-        self.slots = {id(t): Slot(n) for n, t in enumerate(inputs) if t is not None}
+        self.slots = {id(t): ResultSlot(n) for n, t in enumerate(inputs) if t is not None}
         self.follows = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        step = Step(func, self.with_slots(list(args)), {k: self.with_slots(v) for k, v in kwargs.items()}, [])
+        step = RecordedOp(func, self.with_slots(list(args)), {k: self.with_slots(v) for k, v in kwargs.items()}, [])
         if func._schema.is_mutable and not all(id(t) in self.slots for t in _written(func, args, kwargs)):
             self.follows = False  # what is kept would change from run to run
         self.follows &= not _hangs_on_contents(func, args)
-        self.follows &= not any(isinstance(v, Slot) for v in _leaves([*step.kwargs.values()]))  # rare
+        self.follows &= not any(isinstance(v, ResultSlot) for v in _leaves([*step.kwargs.values()]))  # rare
         if step.reads:
             found = results if isinstance(results, tuple | list) else [results]
             self.follows &= all(isinstance(t, T) for t in found)
@@ -108,9 +108,9 @@ class _Recorder(TorchDispatchMode):
             self.steps.append(step._replace(results=[self._slot(t) for t in found], gives_argument=again))
         return results
 
-    def _slot(self, tensor: Any) -> Slot:
+    def _slot(self, tensor: Any) -> ResultSlot:
         if id(tensor) not in self.slots:
-            self.slots[id(tensor)] = Slot(len(self.held))
+            self.slots[id(tensor)] = ResultSlot(len(self.held))
             self.held.append(tensor)
         return self.slots[id(tensor)]
 
@@ -147,9 +147,9 @@ class _Recorded:
 
     def __init__(self, recorder: _Recorder, results: Sequence[T]) -> None:
         self.results = recorder.with_slots(list(results))
-        needed = {leaf for leaf in self.results if isinstance(leaf, Slot)}
+        needed = {leaf for leaf in self.results if isinstance(leaf, ResultSlot)}
         once = _without_repetitions(recorder.steps, needed)
-        self.steps: list[tuple[Step, set[int]]] = []  # each with the slots that nobody reads any more
+        self.steps: list[tuple[RecordedOp, set[int]]] = []  # each with the slots that nobody reads any more
         for step in reversed(once):
             if needed.isdisjoint(step.results) and not step.func._schema.is_mutable:
                 continue
@@ -168,12 +168,14 @@ class _Recorded:
         return self._run(inputs)
 
 
-def _as_function(inputs: int, steps: Sequence[tuple[Step, set[int]]], results: list[Any]) -> Callable[..., list[T]]:
+def _as_function(
+    inputs: int, steps: Sequence[tuple[RecordedOp, set[int]]], results: list[Any]
+) -> Callable[..., list[T]]:
     """The steps as one function of Python whose variables are the slots: a loop over them took three times as long."""
     known: dict[str, Any] = {}
 
     def said(value: Any) -> str:
-        if value.__class__ is Slot:
+        if value.__class__ is ResultSlot:
             return f"v{int(value)}"
         if value.__class__ is list:
             return f"[{', '.join(map(said, value))}]"
@@ -198,7 +200,7 @@ def _called(func: Any) -> Any:
     return getattr(func, "_op", func)
 
 
-def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
+def _without_repetitions(steps: list[RecordedOp], given_out: set[ResultSlot]) -> list[RecordedOp]:
     """The steps, but for those whose results an earlier one gave already, or are their argument.
 
     All of them where some step writes, or where what is given out is a view: whoever writes there must reach no other.
@@ -206,12 +208,12 @@ def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
     made_by = {slot: step for step in steps for slot in step.results}
     if any(s.func._schema.is_mutable for s in steps) or any(_gives_views(made_by[r]) for r in given_out & set(made_by)):
         return steps
-    kept: list[Step] = []
-    known: dict[Hashable, list[Slot]] = {}
-    same: dict[Slot, Slot] = {}
+    kept: list[RecordedOp] = []
+    known: dict[Hashable, list[ResultSlot]] = {}
+    same: dict[ResultSlot, ResultSlot] = {}
     for step in steps:
         args = [_replaced(a, same) for a in step.args]
-        if step.gives_argument and isinstance(args[0], Slot):
+        if step.gives_argument and isinstance(args[0], ResultSlot):
             same[step.results[0]] = args[0]
             continue
         key = (step.func, _key(args), *[(name, _key(v)) for name, v in step.kwargs.items()])
@@ -223,12 +225,12 @@ def _without_repetitions(steps: list[Step], given_out: set[Slot]) -> list[Step]:
     return kept
 
 
-def _gives_views(step: Step) -> bool:
+def _gives_views(step: RecordedOp) -> bool:
     return any(r.alias_info is not None for r in step.func._schema.returns)
 
 
-def _replaced(value: Any, same: dict[Slot, Slot]) -> Any:
-    if isinstance(value, Slot):
+def _replaced(value: Any, same: dict[ResultSlot, ResultSlot]) -> Any:
+    if isinstance(value, ResultSlot):
         return same.get(value, value)
     return [_replaced(v, same) for v in value] if isinstance(value, list) else value
 

@@ -17,7 +17,7 @@ from ..graph.expr import Expr, const, index, read, substitute, walk
 from ..graph.linear import linear
 from .matches import Matches
 from .matches import without_gaps as are_without_gaps
-from .solve import Constraint, High, Low, Piece
+from .solve import Conjunction, Constraint, High, Low
 
 _ZERO, _KV_LEN = const(0), index("kv_len")
 
@@ -56,18 +56,18 @@ def _alternatives(op: str, end: Expr) -> Iterator[Expr]:
         yield from _alternatives(op, part)
 
 
-def without_gaps(piece: Piece, tables: dict[Expr, None]) -> Piece:
-    """The piece where the columns that match a row have no gaps; adds to `tables` the reads that say whether so."""
+def without_gaps(conjunction: Conjunction, tables: dict[Expr, None]) -> Conjunction:
+    """The conjunction where matching columns have no gaps; adds to `tables` the reads that say whether so."""
     plain: dict[Expr, Expr] = {}
-    bounds = [c for c in piece.constraints if isinstance(c, (Low, High))]
+    bounds = [c for c in conjunction.constraints if isinstance(c, (Low, High))]
     for node in walk(*(e for c in bounds for e in (c.outer, c.inner))):
         if node.op == "read" and isinstance(node.attr, Matches):
             which, *at = node.args
             plain[node] = read(node.attr, (const(node.attr.without_gaps(int(which.attr))), *at))
             tables[read(are_without_gaps(node.attr), tuple(at[:2]))] = None
     if not plain:
-        return piece
+        return conjunction
     moved: dict[Constraint, Constraint] = {
         c: type(c)(substitute(c.outer, plain), substitute(c.inner, plain)) for c in bounds
     }
-    return Piece(tuple(moved.get(c, c) for c in piece.constraints))
+    return Conjunction(tuple(moved.get(c, c) for c in conjunction.constraints))

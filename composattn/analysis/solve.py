@@ -1,9 +1,9 @@
-"""A mask as a union of pieces: each an intersection of bounds on kv, conditions on the row, and what is left to test.
+"""A mask as a union of conjunctions: bounds on kv, conditions on the row, what is left to test.
 
 The mask is brought to negation normal form, every integer comparison is solved for kv (sums, products with constants,
 `//` and `%` by constants, abs, min, max, clamp, where), comparisons of captured ids become runs, and the result is
-multiplied out. Nothing is approximated silently: a piece whose bounds say less than the mask is `exact=False`: all that
-it sees lies inside its bounds, and not all inside is seen.
+multiplied out. Nothing is approximated silently: a conjunction whose bounds say less than the mask is `exact=False`:
+all that it sees lies inside its bounds, and not all inside is seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..graph.ops import MIRRORED, NEGATED, apply
 from .derived import Derived, derive
 from .matches import END, FIRST, FULL_END, FULL_START, START, STOP, matches, reached
 
-MOST_PIECES = 8  # a mask that needs more is analysed by intervals over tiles instead
+MOST_CONJUNCTIONS = 8  # a mask that needs more is analysed by intervals over tiles instead
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class High:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowCondition:
     """A condition on the row alone: `kind` is ge (value >= 0), eq (value == 0) or ne."""
 
     kind: str
@@ -63,11 +63,11 @@ class Opaque:
     holds: bool
 
 
-Constraint = Low | High | Row | Residue | Opaque
+Constraint = Low | High | RowCondition | Residue | Opaque
 
 
 @dataclass
-class Piece:
+class Conjunction:
     """The intersection of its constraints."""
 
     constraints: tuple[Constraint, ...] = ()
@@ -83,8 +83,8 @@ class Piece:
         )
 
 
-# A formula over constraints: lists of pieces (their union). ALL is one piece without constraints, NONE no piece.
-Pieces = list[Piece]
+# A formula over constraints: lists of conjunctions (their union). ALL is one without constraints, NONE has none.
+Conjunctions = list[Conjunction]
 
 
 @dataclass
@@ -94,18 +94,18 @@ class _Solver:
     name: str
     leaf: Expr
     dep: Dep
-    seen: dict[tuple[Expr, bool], Pieces] = field(default_factory=dict)
+    seen: dict[tuple[Expr, bool], Conjunctions] = field(default_factory=dict)
 
     # --- logic ---
 
-    def formula(self, e: Expr, holds: bool) -> Pieces:
+    def formula(self, e: Expr, holds: bool) -> Conjunctions:
         """Pieces of `e` (of its negation, where not `holds`)."""
         key = (e, holds)
         if key not in self.seen:
             self.seen[key] = self._formula(e, holds)
         return self.seen[key]
 
-    def _formula(self, e: Expr, holds: bool) -> Pieces:
+    def _formula(self, e: Expr, holds: bool) -> Conjunctions:
         op, args = e.op, e.args
         if op == "const":
             return _ALL() if bool(e.attr) is holds else []
@@ -131,13 +131,13 @@ class _Solver:
             if not e.deps & self.dep:
                 return self.condition("eq", Linear(-int(holds), {e: 1}))
             return self.compared_reads("eq", e, const(holds), e, holds)
-        return [Piece((Opaque(e, holds),))]
+        return [Conjunction((Opaque(e, holds),))]
 
-    def comparison(self, e: Expr, holds: bool) -> Pieces:
+    def comparison(self, e: Expr, holds: bool) -> Conjunctions:
         x, y = e.args
         if not all(a.dtype.is_integer for a in e.args):
             exact = _as_integers(e)
-            return [Piece((Opaque(e, holds),))] if exact is None else self.formula(exact, holds)
+            return [Conjunction((Opaque(e, holds),))] if exact is None else self.formula(exact, holds)
         op = e.op if holds else NEGATED[e.op]
         if any(_is_table(a) and a.deps & self.dep for a in (x, y)):
             return self.compared_reads(op, x, y, e, holds)
@@ -148,20 +148,20 @@ class _Solver:
             a, b = (a.shifted(-1), b) if op == "gt" else (a, b.shifted(-1))
         return self.ge(a.plus(b, -1) if op in ("ge", "gt") else b.plus(a, -1))
 
-    def both(self, x: Pieces, y: Pieces) -> Pieces:
-        if len(x) * len(y) > MOST_PIECES:  # keep the simpler side and leave the other to the test
+    def both(self, x: Conjunctions, y: Conjunctions) -> Conjunctions:
+        if len(x) * len(y) > MOST_CONJUNCTIONS:  # keep the simpler side and leave the other to the test
             kept = x if len(x) <= len(y) else y
             left = Opaque(const(True), True)
-            return [Piece((*p.constraints, left)) for p in kept]
-        return _unique([Piece(tuple(dict.fromkeys(p.constraints + r.constraints))) for p, r in product(x, y)])
+            return [Conjunction((*p.constraints, left)) for p in kept]
+        return _unique([Conjunction(tuple(dict.fromkeys(p.constraints + r.constraints))) for p, r in product(x, y)])
 
-    def either(self, x: Pieces, y: Pieces) -> Pieces:
-        pieces = _unique(x + y)
-        return pieces if len(pieces) <= MOST_PIECES else [Piece((Opaque(const(True), True),))]
+    def either(self, x: Conjunctions, y: Conjunctions) -> Conjunctions:
+        conjunctions = _unique(x + y)
+        return conjunctions if len(conjunctions) <= MOST_CONJUNCTIONS else [Conjunction((Opaque(const(True), True),))]
 
     # --- one comparison ---
 
-    def ge(self, lin: Linear) -> Pieces:
+    def ge(self, lin: Linear) -> Conjunctions:
         """lin >= 0"""
         here = [(t, c) for t, c in lin.terms.items() if t.deps & self.dep]
         if not here:
@@ -173,7 +173,7 @@ class _Solver:
             return self.bound(t, "ge", rest.times(-1) if c == 1 else _floordiv(rest, c).times(-1))
         return self.bound(t, "le", rest if c == -1 else _floordiv(rest, -c))
 
-    def eq(self, lin: Linear) -> Pieces:
+    def eq(self, lin: Linear) -> Conjunctions:
         """lin == 0"""
         here = [(t, c) for t, c in lin.terms.items() if t.deps & self.dep]
         if not here:
@@ -188,7 +188,7 @@ class _Solver:
                 return self.both(either, self.ge(value))
         return self.both(self.ge(lin), self.ge(lin.times(-1)))
 
-    def ne(self, lin: Linear) -> Pieces:
+    def ne(self, lin: Linear) -> Conjunctions:
         """lin != 0"""
         here = [t for t in lin.terms if t.deps & self.dep]
         if not here:
@@ -197,25 +197,25 @@ class _Solver:
             return self.unsolved("ne", lin)
         return self.either(self.ge(lin.shifted(-1)), self.ge(lin.times(-1).shifted(-1)))
 
-    def condition(self, kind: str, lin: Linear) -> Pieces:
+    def condition(self, kind: str, lin: Linear) -> Conjunctions:
         if lin.is_const:
             v = lin.constant
             return _ALL() if {"ge": v >= 0, "eq": v == 0, "ne": v != 0}[kind] else []
-        return [Piece((Row(kind, build(lin)),))]
+        return [Conjunction((RowCondition(kind, build(lin)),))]
 
-    def unsolved(self, kind: str, lin: Linear) -> Pieces:
-        return [Piece((Opaque(apply(kind, build(lin), const(0)), True),))]
+    def unsolved(self, kind: str, lin: Linear) -> Conjunctions:
+        return [Conjunction((Opaque(apply(kind, build(lin), const(0)), True),))]
 
-    def bound(self, t: Expr, side: str, value: Linear) -> Pieces:
+    def bound(self, t: Expr, side: str, value: Linear) -> Conjunctions:
         """t >= value (side "ge") or t <= value (side "le"), for a term `t` that depends on the leaf."""
         ge = side == "ge"
 
-        def again(u: Expr, v: Linear, side: str = side) -> Pieces:
+        def again(u: Expr, v: Linear, side: str = side) -> Conjunctions:
             return self.ge(linear(u).plus(v, -1) if side == "ge" else v.plus(linear(u), -1))
 
         if t is self.leaf:
             end = build(value if ge else value.shifted(1))
-            return [Piece((Low(end, end) if ge else High(end, end),))]
+            return [Conjunction((Low(end, end) if ge else High(end, end),))]
         op, args = t.op, t.args
         if op == "floordiv" and args[1].is_const and args[1].attr > 0:
             n = int(args[1].attr)
@@ -241,7 +241,7 @@ class _Solver:
             return []
         return self.unsolved("ge", Linear(0, {t: 1}).plus(value, -1) if ge else value.plus(Linear(0, {t: 1}), -1))
 
-    def residue(self, t: Expr, value: Linear) -> Pieces:
+    def residue(self, t: Expr, value: Linear) -> Conjunctions:
         """u % n == value"""
         u, n = t.args
         inside = linear(u)
@@ -251,36 +251,36 @@ class _Solver:
             c, rest = here[0][1], inside.without(self.leaf)
             of = build(value.plus(rest, -1).times(c))
             in_range = self.both(self.ge(value), self.ge(value.times(-1).shifted(int(n.attr) - 1)))
-            return self.both(in_range, [Piece((Residue(of, int(n.attr)),))])
+            return self.both(in_range, [Conjunction((Residue(of, int(n.attr)),))])
         return self.unsolved("eq", Linear(0, {t: 1}).plus(value, -1))
 
-    def compared_reads(self, op: str, x: Expr, y: Expr, e: Expr, holds: bool) -> Pieces:
+    def compared_reads(self, op: str, x: Expr, y: Expr, e: Expr, holds: bool) -> Conjunctions:
         """A captured value of the column compared with one of the row, with its position, or a constant: x op y."""
         column, row = (x, y) if x.deps & self.dep else (y, x)
         op = op if column is x else MIRRORED[op]
         bound = _reached(op, column) if self.name == "kv" and row is index("q") else None
         if bound is not None:
-            return [Piece((bound,))]
+            return [Conjunction((bound,))]
         ends = None if self.name != "kv" else _matches("eq" if op == "ne" else op, row, column)
         if ends is None:
-            return [Piece((Opaque(e, holds),))]
+            return [Conjunction((Opaque(e, holds),))]
         start, end, full_start, full_end = ends
         if op == "ne":  # before a run and after it; a run with gaps hides no range that is known
-            return self.either([Piece((High(full_start, start),))], [Piece((Low(full_end, end),))])
-        return [Piece((Low(start, full_start), High(end, full_end)))]
+            return self.either([Conjunction((High(full_start, start),))], [Conjunction((Low(full_end, end),))])
+        return [Conjunction((Low(start, full_start), High(end, full_end)))]
 
 
-def _ALL() -> Pieces:
-    return [Piece()]
+def _ALL() -> Conjunctions:
+    return [Conjunction()]
 
 
-def _unique(pieces: Pieces) -> Pieces:
-    """Without the pieces that lie inside another one."""
-    sets = [frozenset(p.constraints) for p in pieces]
+def _unique(conjunctions: Conjunctions) -> Conjunctions:
+    """The conjunctions that lie inside no other one."""
+    sets = [frozenset(p.constraints) for p in conjunctions]
     kept = []
     for i, s in enumerate(sets):
         if not any(other < s or (other == s and j < i) for j, other in enumerate(sets) if j != i):
-            kept.append(pieces[i])
+            kept.append(conjunctions[i])
     return kept
 
 
@@ -372,15 +372,15 @@ def _constant(like: Capture, value: int) -> Derived:
     return derive(("constant", value), lambda x: x.new_full((), value, dtype=torch.int64), like)
 
 
-def pieces(mask: Expr) -> Pieces:
-    """The mask as a union of pieces, bounds on kv; of a mask too deep to be followed nothing is known."""
+def conjunctions(mask: Expr) -> Conjunctions:
+    """The mask as a union of conjunctions, bounds on kv; of a mask too deep to be followed nothing is known."""
     mask = balanced(mask)
     if mask.depth > DEEP:
-        return [Piece((Opaque(mask, True),))]
+        return [Conjunction((Opaque(mask, True),))]
     return _Solver("kv", index("kv"), Dep.KV).formula(mask, True)
 
 
-def rows_where(row: Row) -> tuple[Expr | None, Expr | None] | None:
+def rows_where(row: RowCondition) -> tuple[Expr | None, Expr | None] | None:
     """[low, high) of the rows where a condition holds, None for no end; None where it is no such range."""
     solver = _Solver("q", index("q"), Dep.Q)
     lin = linear(row.value)
@@ -394,10 +394,10 @@ def rows_where(row: Row) -> tuple[Expr | None, Expr | None] | None:
     return (low[0] if low else None), (high[0] if high else None)
 
 
-def tightened(piece: Piece) -> tuple[list[Low], list[High]]:
-    """Bounds on kv, outer ends moved to the nearest kv of the piece's residues where the distance is a constant."""
-    lows, highs = piece.bounds()
-    for residue in (c for c in piece.constraints if isinstance(c, Residue)):
+def tightened(conjunction: Conjunction) -> tuple[list[Low], list[High]]:
+    """Bounds on kv, outer ends moved to the nearest kv of its residues where the distance is a constant."""
+    lows, highs = conjunction.bounds()
+    for residue in (c for c in conjunction.constraints if isinstance(c, Residue)):
         for i, low in enumerate(lows):
             ahead = difference(residue.of, low.outer)
             if ahead is not None and ahead % residue.step:

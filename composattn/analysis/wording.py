@@ -5,14 +5,14 @@ from __future__ import annotations
 from ..graph.expr import Expr
 from ..graph.linear import forget
 from .bands import TileInterval, ends_of, tile_intervals
-from .solve import Opaque, Residue, pieces
+from .solve import Opaque, Residue, conjunctions
 from .symbolic import Names, formula
 
 
 def describe(mask: Expr) -> str:
     """Which kv a tile of query rows first..last visits, what every tile tests, and what the names stand for."""
     intervals = tile_intervals(mask)
-    left = [c for p in pieces(mask) for c in p.constraints if isinstance(c, (Opaque, Residue))]
+    left = [c for p in conjunctions(mask) for c in p.constraints if isinstance(c, (Opaque, Residue))]
     forget()
     names = Names(mask, *ends_of(intervals))
     lines = visited(intervals, names)

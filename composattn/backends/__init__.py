@@ -30,7 +30,7 @@ ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lending | None], 
 """(q, k, v, what is lent for the call) → out, of inputs of one form; None where the call has to go its whole way."""
 
 
-class Call(Protocol):
+class PreparedCall(Protocol):
     """A prepared call: everything decided but the tensors' contents."""
 
     @property
@@ -56,7 +56,7 @@ class Call(Protocol):
 class Prepare(Protocol):
     """How a backend turns the facts of a call into a prepared one, or refuses by a named error."""
 
-    def __call__(self, problem: Problem, program: Program, scale: float) -> Call:
+    def __call__(self, problem: Problem, program: Program, scale: float) -> PreparedCall:
         """Plans for all inputs that pose this problem, `rounded`: of packed sequences there may be fewer rows."""
 
 
@@ -102,13 +102,13 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
             return f"q lies on {device}, the emulator takes CPU tensors"
         return _without_compiler()
 
-    def prepare(problem: Problem, program: Program, scale: float) -> Call:
+    def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
         return residues.prepared(of_target(FusedCall, Target.of(problem.device)), problem, program, scale)
 
-    def elsewhere(problem: Problem, program: Program, scale: float) -> Call:
+    def elsewhere(problem: Problem, program: Program, scale: float) -> PreparedCall:
         return residues.prepared(of_target(FusedCall, architecture.target), problem, program, scale)
 
-    def emulated(problem: Problem, program: Program, scale: float) -> Call:
+    def emulated(problem: Problem, program: Program, scale: float) -> PreparedCall:
         from .fused.running.emulated import EmulatedCall  # imports the emulator: only when asked for
 
         return residues.prepared(of_target(EmulatedCall, architecture.target), problem, program, scale)

@@ -16,8 +16,8 @@ import torch
 from ..call.sequences import Sequences
 from ..graph.evaluate import evaluate
 from ..graph.expr import Expr
+from .layouts import arrange
 from .reference import Three, _Dense
-from .rows import arrange
 
 
 def attention(call: Formula, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:

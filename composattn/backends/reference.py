@@ -27,7 +27,7 @@ from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, current, lent_again
 from ..graph.philox import factor_of
-from .rows import arrange
+from .layouts import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, max_scores

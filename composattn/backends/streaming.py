@@ -38,20 +38,20 @@ from ..graph.least_score import LEAST_SCORE
 from ..graph.lent import Lending, lent_again
 from ..graph.philox import factor_of
 from .gathered import accumulate, total_for
-from .rows import Part, arrange
+from .layouts import SequenceRows, arrange
 from .sinks import add_sink_gradients
-from .tiles import Mask, Step, Tile, steps
+from .tiles import BoundMask, Tile, TileStep, steps
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
     """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
-    return StreamingCall(Mods(program, scale))
+    return StreamingCall(DerivedMods(program, scale))
 
 
 def _attention(
-    mods: Mods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences = NO_SEQUENCES
+    mods: DerivedMods, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences = NO_SEQUENCES
 ) -> Results:
     refresh(mods.program.captures)
     out, lse, max_scores = attend(Streaming(mods, sequences=sequences), q, k, v)
@@ -59,7 +59,7 @@ def _attention(
 
 
 @dataclass(frozen=True)
-class Mods:
+class DerivedMods:
     """What is known of a call before it has tensors: its graphs and their derivatives, derived when first asked for."""
 
     program: Program
@@ -87,7 +87,7 @@ class StreamingCall:
 
     plan = captured_sums = ""
 
-    def __init__(self, mods: Mods) -> None:
+    def __init__(self, mods: DerivedMods) -> None:
         self.mods = mods
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Results:
@@ -111,7 +111,7 @@ class Streaming:
     sources: Sequence[torch.Tensor] = ()  # nothing is made again behind a forward
 
     def __init__(
-        self, mods: Mods, scalars: Sequence[float | int] | None = None, sequences: Sequences = NO_SEQUENCES
+        self, mods: DerivedMods, scalars: Sequence[float | int] | None = None, sequences: Sequences = NO_SEQUENCES
     ) -> None:
         self.sequences = sequences
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
@@ -125,15 +125,15 @@ class Streaming:
         return values(self.mods.program.captures, replaced)
 
     def steps(
-        self, parts: list[Part], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
-    ) -> Iterator[Step]:
+        self, parts: list[SequenceRows], q: torch.Tensor, k: torch.Tensor, captured: Sequence[torch.Tensor]
+    ) -> Iterator[TileStep]:
         """The steps of the call, for the tensors that autograd gave."""
         refuse_in_graph(
             "backend 'streaming', and gradients of captured tensors that no kernel sums, look at what tiles hold",
             "call backend='hopper' or 'blackwell', and leave those gradients out or let explain() say which are summed",
         )
         tensors = {id(t): given for t, given in zip(self.captures, captured, strict=True)}
-        return steps(parts, Mask(self.mods.program, tensors, self.scalars), q, k)
+        return steps(parts, BoundMask(self.mods.program, tensors, self.scalars), q, k)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         """(out, lse, max_scores), all in the working precision."""
@@ -212,7 +212,7 @@ Of = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What is known of a part of the keys: its output, the largest score of each row, its exponentials' sum below that."""
 
 
-def _forward_rows(call: Streaming, step: Step, rows: slice, v: torch.Tensor, memory: torch.Tensor) -> Visited:
+def _forward_rows(call: Streaming, step: TileStep, rows: slice, v: torch.Tensor, memory: torch.Tensor) -> Visited:
     """(tiles visited, out, lse, max_scores) of one query tile: each kv tile's own softmax, merged.
 
     A part of the keys is its output, its largest score, and the sum of its exponentials below that one.
@@ -289,7 +289,7 @@ def _merged(one: Of, other: Of) -> Of:
 
 def _backward_tile(
     call: Streaming,
-    step: Step,
+    step: TileStep,
     tile: Tile,
     q_tile: torch.Tensor,
     dp: torch.Tensor,
@@ -327,7 +327,7 @@ def _backward_tile(
     return _stack(used), _stack(ds)
 
 
-def _kept(keep: Expr, step: Step, tile: Tile) -> torch.Tensor:
+def _kept(keep: Expr, step: TileStep, tile: Tile) -> torch.Tensor:
     """What weights of a tile are multiplied by: 0 where dropped."""
     return step.evaluate([keep], tile)[0].to(step.q.dtype) * factor_of(keep)
 
@@ -337,7 +337,7 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(2, 3)
 
 
-def _scores(q_tile: torch.Tensor, step: Step, tile: Tile, memory: torch.Tensor | None = None) -> torch.Tensor:
+def _scores(q_tile: torch.Tensor, step: TileStep, tile: Tile, memory: torch.Tensor | None = None) -> torch.Tensor:
     """scale·q·kᵀ of a tile, (b, kv head, group, rows, columns), written to `memory` where given."""
     keys, shape = step.k[:, :, tile.columns].mT, (*q_tile.shape[:-1], tile.columns.stop - tile.columns.start)
     given = None if memory is None else memory[: math.prod(shape)].view(shape)

@@ -19,7 +19,7 @@ from ..analysis.bands import TileInterval
 from ..analysis.program import Program
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Expr
-from .rows import Part
+from .layouts import SequenceRows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Mask:
+class BoundMask:
     """What decides which pairs are visible: the program, and its tensors and run-time numbers in this call."""
 
     program: Program
@@ -58,7 +58,7 @@ class Mask:
     scalars: Mapping[int, float | int]
 
 
-def steps(parts: list[Part], mask: Mask, q: torch.Tensor, k: torch.Tensor) -> Iterator[Step]:
+def steps(parts: list[SequenceRows], mask: BoundMask, q: torch.Tensor, k: torch.Tensor) -> Iterator[TileStep]:
     """The sequences cut into groups of heads whose tiles are not too large together.
 
     q (B, Hkv, group, Sq, D), k (B, Hkv, Skv, D).
@@ -74,14 +74,14 @@ def steps(parts: list[Part], mask: Mask, q: torch.Tensor, k: torch.Tensor) -> It
         for b in range(0, batch, batches):
             for h in range(0, kv_heads, heads):
                 at = slice(b, min(b + batches, batch)), slice(h, min(h + heads, kv_heads))
-                yield Step(mask, part, *at, q, k)
+                yield TileStep(mask, part, *at, q, k)
 
 
-class Step:
+class TileStep:
     """Heads of one sequence (or of all of a dense call), their tiles, and the values of mods on them."""
 
     def __init__(
-        self, mask: Mask, part: Part, batches: slice, kv_heads: slice, q: torch.Tensor, k: torch.Tensor
+        self, mask: BoundMask, part: SequenceRows, batches: slice, kv_heads: slice, q: torch.Tensor, k: torch.Tensor
     ) -> None:
         self.mask, self.part, self.heads = mask, part, (batches, kv_heads)
         self.q, self.k = self.queries(q), self.keys(k)

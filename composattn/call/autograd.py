@@ -17,7 +17,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from ..errors import GradientUnsupported
 from ..graph.expr import Capture
 from ..graph.lent import Lending, current
-from ..graph.moved import Places
+from ..graph.moved import Addresses
 from .sequences import NO_SEQUENCES, Sequences
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class _Attend(torch.autograd.Function):
         # lengths and sources only so that a backward is refused after they were written to
         read = (*captured, *lengths, *call.sources)
         ctx.save_for_backward(q, k, v, out, lse, *read)
-        ctx.read = Places(read) if read else None
+        ctx.read = Addresses(read) if read else None
         return found
 
     @staticmethod

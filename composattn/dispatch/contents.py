@@ -8,7 +8,7 @@ import torch
 
 from ..analysis.outside_reads import Scores, asks_for_scores, refuse_outside_reads
 from ..analysis.program import Program
-from ..backends.rows import arrange
+from ..backends.layouts import arrange
 from ..call import checks
 from ..call.autograd import without_autocast
 from ..call.block_sparse import Table

@@ -96,7 +96,7 @@ def call(inputs: Inputs, serialized: Serialized, plan: int, asked: Asked) -> Any
     return asked_of(found, asked)
 
 
-class Bound(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call as an operator runs it: what is planned, its leaves in order, and what is to be entered around it."""
 
     planned: Planned
@@ -108,18 +108,20 @@ class Bound(NamedTuple):
         return dict(zip(self.leaves, captured, strict=True))
 
 
-def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> Bound:
+def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> OperatorCall:
     refuse_other_leaves(form, captured, hints[HINTS:])
     known = _plans.get(plan)
     if known is not None and known.serialized is not None and known.serialized.form == form:
         held = tuple(map(Capture, known.serialized.tensors))
-        return Bound(known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured))
+        return OperatorCall(
+            known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured)
+        )
     forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
     planned, lending = planned_of(forms, leaves, options, "operator")
     if lending is None:
-        return Bound(planned, tuple(map(Capture, captured)), distrusting(since))
-    return Bound(planned, tuple(lending.captures), _Distrusted(lending, since))
+        return OperatorCall(planned, tuple(map(Capture, captured)), distrusting(since))
+    return OperatorCall(planned, tuple(lending.captures), _Distrusted(lending, since))
 
 
 def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:

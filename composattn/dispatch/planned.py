@@ -38,7 +38,7 @@ _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 # whether q, k and v are of these forms, and sequences lie so
-_Met = tuple[Callable[..., bool], Any, backends.Call, backends.ShortWay | None]
+_Met = tuple[Callable[..., bool], Any, backends.PreparedCall, backends.ShortWay | None]
 
 
 class Options:
@@ -85,8 +85,8 @@ class Planned:
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program, self.options = program, options
-        self._prepared: dict[Any, backends.Call] = {}  # by the form of the inputs
-        self._planned: dict[Any, backends.Call] = {}  # by what plans are made of: fewer
+        self._prepared: dict[Any, backends.PreparedCall] = {}  # by the form of the inputs
+        self._planned: dict[Any, backends.PreparedCall] = {}  # by what plans are made of: fewer
         self._latest: tuple[_Met, ...] = ()  # of the forms
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
@@ -96,7 +96,7 @@ class Planned:
         if autocast:
             inputs = inputs.autocast
         q, k, v, varlen, paged = inputs
-        call: backends.Call | None = None
+        call: backends.PreparedCall | None = None
         # `transforms.active`, without the call
         if not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             lie = None if varlen is None and paged is None else inputs.lie
@@ -133,7 +133,7 @@ class Planned:
                 return short_way
         return None
 
-    def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.Call, backends.ShortWay | None]:
+    def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.PreparedCall, backends.ShortWay | None]:
         """The call of inputs of this form, and its short way, from now on among the latest."""
         with _NOTHING if lending is None else lending:
             self._refuse_paged_gradient(inputs)
@@ -143,7 +143,7 @@ class Planned:
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]
 
-    def _called(self, call: backends.Call | None, inputs: Inputs, asked: Asked) -> Outputs:
+    def _called(self, call: backends.PreparedCall | None, inputs: Inputs, asked: Asked) -> Outputs:
         """The whole way, by the call of the inputs' form; None below transforms."""
         self._refuse_paged_gradient(inputs)
         if call is None:
@@ -156,7 +156,7 @@ class Planned:
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
-    def prepared(self, inputs: Inputs) -> backends.Call:
+    def prepared(self, inputs: Inputs) -> backends.PreparedCall:
         """The prepared call for inputs of this form, remembered."""
         try:
             form = inputs.form
@@ -171,7 +171,7 @@ class Planned:
             call = self._prepared[form] = self._prepare(self.problem(inputs))
         return call
 
-    def _prepare(self, problem: Problem) -> backends.Call:
+    def _prepare(self, problem: Problem) -> backends.PreparedCall:
         """Checks what the mods read, picks the backend and lets it plan, unless it did; what a repeated call skips."""
         if problem.device.type == "meta":
             raise errors.BackendUnavailable(
@@ -191,7 +191,7 @@ class Planned:
         self._prepared.clear()
         self._latest = ()
 
-    def _plan(self, problem: Problem) -> backends.Call:
+    def _plan(self, problem: Problem) -> backends.PreparedCall:
         backend = backends.choose(self.options.backend, problem)
         return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
 

@@ -106,7 +106,7 @@ def _attend(
     lengths, hints = inputs.flatten()
     q, k, v, *_ = inputs
     made_of = (t for c in captures for t in (c.leaves if isinstance(c, Formed) else (c.tensor,)))
-    call = Call(
+    call = TransformedCall(
         attention,
         program.given,
         captures,
@@ -125,7 +125,7 @@ def _attend(
             "torch.autograd.grad in the function that it traces"
         )
     else:
-        out, lse, top = _Attend.apply(call, *tensors)
+        out, lse, top = _TransformedAttention.apply(call, *tensors)
     statistics = torch.promote_types(q.dtype, torch.float32)
     return out.to(q.dtype), lse.to(statistics), top.to(statistics)
 
@@ -160,7 +160,7 @@ def _has_tangent(tensor: torch.Tensor | None) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class TransformedCall:
     """What is computed of tensors (q, k, v, those of `flatten`, those that stand for `captures`), at some level.
 
     `mods` (see `Program`) read `captures`, which are stand-ins: of each only type and rank count.
@@ -219,7 +219,7 @@ class Call:
 
 
 def parts(tensors: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any]:
-    """(q, k, v, lengths, captured) of the tensors of a `Call`, or of what belongs to them."""
+    """(q, k, v, lengths, captured) of the tensors of a `TransformedCall`, or of what belongs to them."""
     q, k, v, *more = tensors
     return q, k, v, tuple(more[:LENGTHS]), tuple(more[LENGTHS:])
 
@@ -238,7 +238,7 @@ _plans: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 _PLANS_LIMIT = 64  # rewritten forms of one plan that are remembered, before it starts anew
 
 
-def _planned(call: Call, captured: Sequence[Any]) -> Planned:
+def _planned(call: TransformedCall, captured: Sequence[Any]) -> Planned:
     """A plan that reads `captured`; remembered where the mods hold these tensors themselves."""
     attention = call.attention
     held = all(t is c.tensor for t, c in zip(captured, call.captures, strict=True))
@@ -279,11 +279,11 @@ def _rewritten(
 # --- its derivative ---------------------------------------------------------------------------------------------
 
 
-class _Attend(torch.autograd.Function):
-    """(out, lse, max_scores) of a `Call` on its tensors; the last empty where nobody asked for it."""
+class _TransformedAttention(torch.autograd.Function):
+    """(out, lse, max_scores) of a `TransformedCall` on its tensors; the last empty where nobody asked for it."""
 
     @staticmethod
-    def forward(call: Call, *tensors: Any) -> Any:
+    def forward(call: TransformedCall, *tensors: Any) -> Any:
         begun, _ = call.begin(tensors, is_forward=True)
         q, k, v, *_ = tensors
         out, lse, top = without_autocast(q, begun.forward, q, k, v, begun.captures)
@@ -311,18 +311,20 @@ class _Attend(torch.autograd.Function):
         return None, *(g if w else None for g, w in zip(grads, wanted, strict=True))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: Call, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, call: TransformedCall, *tensors: Any) -> Any:
         fold = Fold(info.batch_size, call, tensors, in_dims[1:])
-        out, lse, top = _Attend.apply(fold.call, *fold.tensors)
+        out, lse, top = _TransformedAttention.apply(fold.call, *fold.tensors)
         top, at = (fold.statistics_back(top), 0) if call.max_scores else (top, None)
         return (fold.rows_back(out), fold.statistics_back(lse), top), (0, 0, at)
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradients of all tensors of a `Call`; an empty one stands for one that is not wanted."""
+    """Gradients of all tensors of a `TransformedCall`; an empty one stands for one that is not wanted."""
 
     @staticmethod
-    def forward(call: Call, wanted: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any) -> Any:
+    def forward(
+        call: TransformedCall, wanted: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any
+    ) -> Any:
         if call.hints[2]:
             raise GradientUnsupported(
                 "keys in pages are for inference, forward only; pack the keys and pass varlen=ca.Varlen(...)"
@@ -362,7 +364,7 @@ class _Gradient(torch.autograd.Function):
         return None, None, *found[:2], None, None, *found[2:]
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: Call, wanted: Sequence[bool], *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, call: TransformedCall, wanted: Sequence[bool], *tensors: Any) -> Any:
         of_result, of_call = tensors[:4], tensors[4:]
         dims = in_dims[2:]
         fold = Fold(info.batch_size, call, of_call, dims[4:], wanted[3 + LENGTHS :])
@@ -384,7 +386,9 @@ def _filled(given: Sequence[Any], places: Sequence[bool], values: Sequence[Any])
     return [next(left) if here else t for t, here in zip(given, places, strict=True)]
 
 
-def _gradient_of_formula(call: Call, wanted: Sequence[bool], dout: Any, dlse: Any, tensors: Sequence[Any]) -> list[Any]:
+def _gradient_of_formula(
+    call: TransformedCall, wanted: Sequence[bool], dout: Any, dlse: Any, tensors: Sequence[Any]
+) -> list[Any]:
     """The gradients that are wanted, as operations that torch differentiates in any mode."""
 
     def forward(*varied: Any) -> Any:
@@ -406,7 +410,12 @@ class Fold:
     """
 
     def __init__(
-        self, n: int, call: Call, tensors: Sequence[Any], dims: Sequence[int | None], apart: Sequence[bool] = ()
+        self,
+        n: int,
+        call: TransformedCall,
+        tensors: Sequence[Any],
+        dims: Sequence[int | None],
+        apart: Sequence[bool] = (),
     ) -> None:
         self.n = n
         q, k, v, lengths, captured = parts(tensors)
@@ -466,7 +475,7 @@ class Fold:
         return torch.arange(self.n, dtype=like.dtype, device=like.device).unsqueeze(-1) * rows
 
 
-def _folded(call: Call, n: int, captured: Sequence[torch.Tensor], told: Sequence[bool]) -> Call:
+def _folded(call: TransformedCall, n: int, captured: Sequence[torch.Tensor], told: Sequence[bool]) -> TransformedCall:
     """`call` on the sequences of n calls; `told` are the captured tensors with a part for each call."""
     number, b = _B, const(0)
     if call.batch > 1:

@@ -16,7 +16,7 @@ from composattn.emulator.tensor_memory import TensorMemory, TensorUnits
 
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster
-    from composattn.emulator.program import Program
+    from composattn.emulator.program import PtxProgram
     from composattn.emulator.ptx import Instr
 
 Array = np.ndarray[Any, Any]
@@ -55,12 +55,12 @@ class BulkStores(Groups):
     read: int = 0
 
 
-class Block:
+class ThreadBlock:
     """State of one block of a cluster. `rank` is its place in the cluster, `index` its block index in the grid."""
 
     def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
         self.cluster, self.rank, self.index = cluster, rank, index
-        self.program: Program = cluster.program
+        self.program: PtxProgram = cluster.program
         self.launch = cluster.launch
         threads = int(np.prod(self.launch.block))
         self.warps = (threads + 31) // 32
@@ -86,7 +86,7 @@ class Block:
         self.views = self.file.views
 
     @property
-    def pair(self) -> list[Block]:
+    def pair(self) -> list[ThreadBlock]:
         """The two blocks that multiply together, the even rank first."""
         return self.cluster.blocks[self.rank & ~1 : (self.rank & ~1) + 2]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from composattn.emulator.findings import UnknownLaunch
 from composattn.emulator.launch import Launch
-from composattn.emulator.program import Program, load
+from composattn.emulator.program import PtxProgram, load
 from composattn.emulator.tensormap import TensorMap
 from composattn.emulator.text import compile_ptx
 
@@ -315,7 +315,7 @@ class Captured:
         self.text = ptx if ptx is not None else compile_ptx(function, arguments, arch)
 
     @property
-    def program(self) -> Program:
+    def program(self) -> PtxProgram:
         """The kernel, ready to run: of those used last, else read again, as it is ten times the rest."""
         return load(self.text)
 

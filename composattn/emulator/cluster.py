@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from composattn.emulator.barriers import Knowledge, NamedBarrier
-from composattn.emulator.block import Block
+from composattn.emulator.block import ThreadBlock
 from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding, TensorAllocation
 from composattn.emulator.gang import EXIT, NOWHERE, Gang, Meeting, Path, Wait
 from composattn.emulator.ledger import Unordered
 
 if TYPE_CHECKING:
     from composattn.emulator.launch import Launch
-    from composattn.emulator.program import Program
+    from composattn.emulator.program import PtxProgram
 
 MAX_BARRIERS = 192  # mbarriers a cluster may initialise
 SPIN = 1_000  # nodes a gang may run without blocking before the others get a turn
@@ -53,7 +53,7 @@ def random_mode(seed: int) -> Mode:
 
 
 @dataclass
-class Pending:
+class PendingCopy:
     """A copy under way: `run` completes it."""
 
     run: Callable[[], None]
@@ -63,7 +63,7 @@ class Pending:
 class Cluster:
     """All blocks of one cluster and everything that happens in it."""
 
-    def __init__(self, program: Program, launch: Launch, origin: tuple[int, int, int], mode: Mode) -> None:
+    def __init__(self, program: PtxProgram, launch: Launch, origin: tuple[int, int, int], mode: Mode) -> None:
         self.program, self.launch, self.mode = program, launch, mode
         cx, cy, cz = launch.cluster
         self.ranks = list(range(cx * cy * cz))
@@ -80,12 +80,12 @@ class Cluster:
         self.known, self.fenced, self.far = clocks[:, 0], clocks[:, 1], clocks[:, 4]
         self.known[np.arange(warps), np.arange(warps)] = 1
         self.barrier = NamedBarrier("cluster", self.agents)
-        self.pending: list[Pending] = []
+        self.pending: list[PendingCopy] = []
         self.random = random.Random(mode.seed)
         self.progress = 0
         self.idle = 0  # nodes since then
         self.blocks = [
-            Block(self, r, (origin[0] + r % cx, origin[1] + r // cx % cy, origin[2] + r // (cx * cy)))
+            ThreadBlock(self, r, (origin[0] + r % cx, origin[1] + r // cx % cy, origin[2] + r // (cx * cy)))
             for r in self.ranks
         ]  # fmt: skip
         self.gangs: list[Gang] = []
@@ -127,14 +127,14 @@ class Cluster:
 
     # --- asynchronous operations ---------------------------------------------------------------------------
 
-    def start(self, op: Pending) -> None:
+    def start(self, op: PendingCopy) -> None:
         """A copy begins; when it completes is the mode's choice."""
         if self.mode.late:
             self.pending.append(op)
         else:
             self.complete(op)
 
-    def complete(self, op: Pending) -> None:
+    def complete(self, op: PendingCopy) -> None:
         self.progress += 1
         try:
             op.run()
@@ -234,7 +234,7 @@ class Cluster:
             self._tensor_at_exit(block)
             self.program.free(block.file)
 
-    def _tensor_at_exit(self, block: Block) -> None:
+    def _tensor_at_exit(self, block: ThreadBlock) -> None:
         for w, units in enumerate(block.tensor_units):
             if units.open:
                 raise AsyncAtExit(

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.findings import UnknownInstruction
+from composattn.emulator.opcodes.alu_row import BANK, DTYPES, Alu
 from composattn.emulator.opcodes.fp8 import OPCODES  # fp8 completes the table of alu
-from composattn.emulator.opcodes.rows import BANK, DTYPES, Alu
-from composattn.emulator.ptx import Instr, Mem, Operand, Pair, Reg, Sink, Sym, Vec
-from composattn.emulator.registers import ALIASES, VIEWS, Rows
+from composattn.emulator.ptx import Discard, Instr, Mem, Operand, Pair, Reg, Sym, Vec
+from composattn.emulator.registers import ALIASES, VIEWS, RegisterRows
 
 Mask = Any  # True for all lanes, else a bool array
 
@@ -34,7 +34,7 @@ _WIDE = {"16": {"i": "s16", "u": "u16"}, "32": {"i": "s32", "u": "u32"}, "64": {
 class Writer:
     """Collects the source of one function and the objects that it names."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RegisterRows) -> None:
         self.rows = rows
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"copyto": np.copyto, "and_mask": and_mask, "and_not": and_not}
@@ -102,7 +102,7 @@ class Writer:
         fn = self.name("f", row.fn)
         if instr.op.startswith("mov.") and self._copies(target, instr.args[1]):
             self.reads = before
-        if isinstance(target, Sink):
+        if isinstance(target, Discard):
             return
         if isinstance(target, Pair):
             self._two(row, fn, sources, target, mask)
@@ -150,7 +150,7 @@ class Writer:
             else:
                 self.reads |= 1 << index
         for i, item in enumerate(items):
-            if isinstance(item, Sink):
+            if isinstance(item, Discard):
                 continue
             piece = self.row(f"b{bank}_{part}_{i}", index)
             if read:
@@ -210,7 +210,7 @@ def _bit(operand: Operand) -> int:
 
 def _uses(instr: Instr) -> tuple[int, int]:
     """32-bit registers that an instruction with an effect reads and writes, as bits. Its result comes first."""
-    first, *rest = instr.args or (Sink(),)
+    first, *rest = instr.args or (Discard(),)
     return sum(1 << r for o in rest for r in _rows(o)), sum(1 << r for r in _rows(first))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composattn.emulator.ptx import Instr, Kernel
+from composattn.emulator.ptx import Instr, PtxKernel
 
 EXIT = -1
 
@@ -33,7 +33,7 @@ class Node:
         return [first] if b.guard is None else [first, self.fall]
 
 
-def cut(kernel: Kernel, blocks: Callable[[Instr], bool]) -> list[Node]:
+def cut(kernel: PtxKernel, blocks: Callable[[Instr], bool]) -> list[Node]:
     """Nodes in program order; `blocks(instr)` says which instructions stand alone."""
     code = kernel.code
     leaders = {0, *kernel.labels.values()}

@@ -13,7 +13,7 @@ from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
 
 if TYPE_CHECKING:
-    from composattn.emulator.block import Block
+    from composattn.emulator.block import ThreadBlock
 
 Array = np.ndarray[Any, Any]
 NOWHERE = -2  # the meeting point of a path that never diverged
@@ -50,7 +50,7 @@ class Meeting:
 class Gang:
     """Warps [low, high) of a block. Lanes of all of them are one numpy row, so one step serves them all."""
 
-    def __init__(self, block: Block, low: int, high: int, stack: list[Path]) -> None:
+    def __init__(self, block: ThreadBlock, low: int, high: int, stack: list[Path]) -> None:
         self.block, self.low, self.high = block, low, high
         self.warps = range(low, high)
         self.lanes = (high - low) * 32

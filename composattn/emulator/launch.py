@@ -12,7 +12,7 @@ from composattn.emulator.cluster import EAGER, Cluster, Mode
 from composattn.emulator.findings import LaunchRefused, Livelock
 from composattn.emulator.memory import GlobalMemory
 from composattn.emulator.order import Order
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from composattn.emulator.tensormap import TensorMap
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ class Launch:
     param_bytes: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     map_at: dict[int, TensorMap] = field(default_factory=dict)
 
-    def bind(self, program: Program) -> None:
+    def bind(self, program: PtxProgram) -> None:
         """Lays the parameters out as the kernel declares them. Raises `LaunchRefused` for what no device launches."""
         self._check(sum(array.size for array in program.kernel.shared))
         declared = program.kernel.params
@@ -71,7 +71,7 @@ class Launch:
 class Result:
     """What a run says beside what it wrote: instructions by warp and node, and time."""
 
-    program: Program
+    program: PtxProgram
     visits: Array  # [warp of a block, node], summed over blocks
     blocks: int
     seconds: float
@@ -91,7 +91,7 @@ class Stream:
         self.unfinished: list[tuple[int, int]] = []
         self.beyond: list[tuple[int, int]] = []
 
-    def run(self, program: Program, launch: Launch, mode: Mode = EAGER) -> Result:
+    def run(self, program: PtxProgram, launch: Launch, mode: Mode = EAGER) -> Result:
         if launch.early:
             launch.unfinished, launch.beyond = self.unfinished, self.beyond
         result = run(program, launch, mode)
@@ -100,7 +100,7 @@ class Stream:
         return result
 
 
-def run(program: Program, launch: Launch, mode: Mode = EAGER, resident: int | None = None) -> Result:
+def run(program: PtxProgram, launch: Launch, mode: Mode = EAGER, resident: int | None = None) -> Result:
     """Runs all blocks. Raises the first `Finding`.
 
     One that only spins on global memory makes room for the next, up to `resident` clusters at a time (default: as many

@@ -10,7 +10,7 @@ from composattn.emulator.ptx import Instr
 
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster, Mode
-    from composattn.emulator.program import Program
+    from composattn.emulator.program import PtxProgram
 
 LATE_TOGETHER = 4  # clusters under way in late mode
 TOGETHER = 2, 3, 5, 8  # in random modes, one of these
@@ -27,7 +27,7 @@ class Order:
     One that only spins comes behind all others, and behind those that have spun before it.
     """
 
-    def __init__(self, mode: Mode, room: int, program: Program) -> None:
+    def __init__(self, mode: Mode, room: int, program: PtxProgram) -> None:
         self.room = room
         self.random = None if mode.seed is None else random.Random(mode.seed)
         self.together = 1

@@ -14,10 +14,10 @@ from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.ptx import Imm
-from composattn.emulator.registers import POISON_32, Rows, Views
+from composattn.emulator.registers import POISON_32, RegisterRows, Views
 
 if TYPE_CHECKING:
-    from composattn.emulator.block import Block
+    from composattn.emulator.block import ThreadBlock
     from composattn.emulator.gang import Gang
 
 Array = np.ndarray[Any, Any]
@@ -25,15 +25,15 @@ PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
 REGISTERS = 1 << 16  # of a multiprocessor
 KEPT = 6  # programs kept for another launch, a forward and its gradient; one takes 50 to 100 MB with its registers
-_PROGRAMS: dict[str, Program] = {}
+_PROGRAMS: dict[str, PtxProgram] = {}
 
 
-class Program:
+class PtxProgram:
     """What stays the same between launches of one PTX text."""
 
     def __init__(self, text: str) -> None:
         self.kernel = ptx.parse(text)
-        self.rows = Rows(self.kernel)
+        self.rows = RegisterRows(self.kernel)
         self.nodes = flow.cut(self.kernel, lambda i: find_sync(i) is not None)
         self.param_offset: dict[str, int] = {}
         at = 0
@@ -107,7 +107,7 @@ class Program:
 
     # --- the register file of a block ----------------------------------------------------------------------
 
-    def take_file(self, block: Block, lanes: int) -> RegisterFile:
+    def take_file(self, block: ThreadBlock, lanes: int) -> RegisterFile:
         """A register file as a block finds it; give it back with `free`."""
         pool = self._files.setdefault(lanes, [])
         file = pool.pop() if pool else RegisterFile(self, lanes)
@@ -131,7 +131,7 @@ class RegisterFile:
     Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows.
     """
 
-    def __init__(self, program: Program, lanes: int) -> None:
+    def __init__(self, program: PtxProgram, lanes: int) -> None:
         self.rows, self.lanes = program.rows, lanes
         rows = program.rows
         count = rows.count
@@ -167,7 +167,7 @@ class RegisterFile:
         return self._views[low, high]
 
 
-def _specials(block: Block, lanes: int) -> dict[str, Any]:
+def _specials(block: ThreadBlock, lanes: int) -> dict[str, Any]:
     launch = block.launch
     tid = np.arange(lanes)
     bx, by, _ = launch.block
@@ -193,10 +193,10 @@ def _specials(block: Block, lanes: int) -> dict[str, Any]:
     return out
 
 
-def load(text: str) -> Program:
+def load(text: str) -> PtxProgram:
     """The program of a PTX text, made once a text."""
     key = hashlib.sha256(text.encode()).hexdigest()
-    program = _PROGRAMS.pop(key, None) or Program(text)
+    program = _PROGRAMS.pop(key, None) or PtxProgram(text)
     _PROGRAMS[key] = program  # the last used is last
     while len(_PROGRAMS) > KEPT:
         del _PROGRAMS[next(iter(_PROGRAMS))]

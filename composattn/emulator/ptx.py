@@ -66,11 +66,11 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Sink:
+class Discard:
     """_, a result nobody wants."""
 
 
-Operand = Reg | Imm | Special | Sym | Mem | Vec | Pair | Sink
+Operand = Reg | Imm | Special | Sym | Mem | Vec | Pair | Discard
 
 
 @dataclass
@@ -113,7 +113,7 @@ class SharedArray:
 
 
 @dataclass
-class Kernel:
+class PtxKernel:
     """What a PTX module with one entry says."""
 
     name: str
@@ -245,7 +245,7 @@ def _operand(text: str, scope: _Scope) -> Operand:
 
 def _new_operand(text: str, scope: _Scope) -> Operand:
     if text == "_":
-        return Sink()
+        return Discard()
     if text[0] == "{":
         return Vec(tuple(_operand(t, scope) for t in _split(text[1:-1])))
     if text[0] == "[":
@@ -400,7 +400,7 @@ def _shared(text: str) -> SharedArray:
     return SharedArray(match[3], size, int(match[1] or _SIZES[match[2]]))
 
 
-def parse(text: str) -> Kernel:
+def parse(text: str) -> PtxKernel:
     """The one `.entry` of a PTX module."""
     clean = _blank_comments(text)
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(", clean))
@@ -426,7 +426,7 @@ def parse(text: str) -> Kernel:
     shape = (0, 0, 0)
     if threads:
         shape = (int(threads[1]), int(threads[2] or 1), int(threads[3] or 1))
-    return Kernel(
+    return PtxKernel(
         entry[1],
         params,
         outer + body.shared,

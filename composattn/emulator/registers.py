@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.findings import UnknownInstruction
-from composattn.emulator.ptx import Imm, Kernel, Operand, Reg, Special, Sym, Vec
+from composattn.emulator.ptx import Imm, Operand, PtxKernel, Reg, Special, Sym, Vec
 
 # View of each bank as each type: name of the type -> (bank, numpy type).
 VIEWS: dict[str, tuple[str, Any]] = {
@@ -59,10 +59,10 @@ SPECIALS = {
 
 
 @dataclass
-class Rows:
+class RegisterRows:
     """Row numbers by bank, the literals and special registers that take rows of their own."""
 
-    kernel: Kernel
+    kernel: PtxKernel
     count: dict[str, int] = field(default_factory=dict)
     literals: dict[tuple[str, int], int] = field(default_factory=dict)
     specials: dict[tuple[str, str], int] = field(default_factory=dict)

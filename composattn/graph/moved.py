@@ -20,7 +20,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return weakref.ref(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride(), tensor.shape
 
 
-class Places:
+class Addresses:
     """Where tensors lie at a call; it holds them, and not their memory."""
 
     __slots__ = ("_of",)
@@ -42,7 +42,7 @@ class Unchanged:
     """What tensors were at a call below transforms, where torch counts no writes to what was saved."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._tensors, self._places = tensors, Places(tensors)
+        self._tensors, self._places = tensors, Addresses(tensors)
         self._versions = [_version(t) for t in tensors]
 
     def refuse_changed(self) -> None:

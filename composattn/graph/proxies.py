@@ -126,7 +126,7 @@ class Proxy(Symbolic):
         return f"Proxy({self._expr!r})"
 
 
-class Row(Several):
+class ReadRow(Several):
     """A captured tensor read at its first indices only, as in `table[h][q]`: waits for the rest, or for a reduction."""
 
     def __init__(self, capture: Capture, indices: tuple[Expr, ...]) -> None:
@@ -161,7 +161,7 @@ class Row(Several):
 def as_vector(value: Any) -> Any:
     """`value`, its elements if it has more than one."""
     if isinstance(value, torch.Tensor) and value.ndim:
-        value = Row(capture_of(value), ())
+        value = ReadRow(capture_of(value), ())
     return value.vector() if isinstance(value, Several) else value
 
 
@@ -325,7 +325,7 @@ def read_at(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
     items: Sequence[Any] = item if isinstance(item, tuple) else (item,)
     indices = list(before)
     if len(before) + len(items) == tensor.ndim and isinstance(items[-1], slice):
-        row = read_at(capture, before, tuple(items[:-1])) if len(items) > 1 else Row(capture, before)
+        row = read_at(capture, before, tuple(items[:-1])) if len(items) > 1 else ReadRow(capture, before)
         return row.vector(items[-1])
     for i in items:
         position = len(indices)
@@ -355,5 +355,5 @@ def read_at(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
             )
         indices.append(expr)
     if len(indices) < tensor.ndim:
-        return Row(capture, tuple(indices))
+        return ReadRow(capture, tuple(indices))
     return traced(read(capture, indices))

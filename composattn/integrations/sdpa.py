@@ -161,11 +161,11 @@ def _with_ours(func: Any) -> Any:
     return copied
 
 
-class _Local(threading.local):
+class _Options(threading.local):
     backends: tuple[str | None, ...] = ()  # of the contexts that this thread is in
 
 
-_local = _Local()
+_local = _Options()
 
 
 def _here(*args: Any, **kwargs: Any) -> torch.Tensor:

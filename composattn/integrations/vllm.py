@@ -108,7 +108,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepMetadata:
     """The sequences of a step, for all layers: its first `tokens` rows are theirs."""
 
     tokens: int
@@ -125,8 +125,8 @@ _OTHERS = {
 }
 
 
-class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
-    """Makes the `Step` of each of vLLM's steps, without a copy of its tensors or a look at their contents."""
+class Builder(AttentionMetadataBuilder[StepMetadata]):  # type: ignore[misc]
+    """Makes the `StepMetadata` of each of vLLM's steps, without a copy of its tensors or a look at their contents."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -134,7 +134,7 @@ class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
+    ) -> StepMetadata:
         """Raises: `UnsupportedOption` where each request says whether it is causal, and for what `_OTHERS` names.
 
         common_prefix_len, fast_build: hints of how to compute a step, not of what.
@@ -151,10 +151,10 @@ class Builder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         # a bound that changes is another plan: of one token each it is worth one
         varlen = Varlen(of.query_start_loc, max_seqlen_q=1 if of.max_query_len == 1 else None)
         paged = Paged(of.block_table_tensor, self.block_size, of.seq_lens)
-        return Step(of.num_actual_tokens, varlen, paged, of.causal)
+        return StepMetadata(of.num_actual_tokens, varlen, paged, of.causal)
 
 
-class Layer(AttentionImpl[Step]):  # type: ignore[misc]
+class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
     """Attention of one layer."""
 
     def __init__(
@@ -195,7 +195,7 @@ class Layer(AttentionImpl[Step]):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: StepMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

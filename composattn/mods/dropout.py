@@ -15,7 +15,7 @@ from .mod import Mod
 _SEEDS = 1 << 62  # from 0 on; a run-time number that begins with so many has 64 bits
 
 
-class _Drawn(LocalScalar):
+class _DrawnSeed(LocalScalar):
     """A seed that torch's generator gives for each call."""
 
     __slots__ = ()
@@ -41,7 +41,7 @@ def seed_number() -> Scalar:
     return LocalScalar(_SEEDS)
 
 
-SEED = _Drawn(_SEEDS)
+SEED = _DrawnSeed(_SEEDS)
 """That of the call which this thread makes now: a run-time number of each call's own would be a plan of its own."""
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
-from ..graph.moved import Places
+from ..graph.moved import Addresses
 from .exchange import Ranks
 from .strategy import Given, Known, Strategy
 
@@ -25,11 +25,11 @@ def attend(strategy: Strategy, q: T, k: T, v: T, given: Given, whole: bool) -> t
     whole: gradients of given tensors are those of all ranks; else of this rank's rows, for who adds them up itself.
     """
     said = given.max_scores, given.sink
-    out, lse, top = _Attend.apply(strategy, said, whole, q, k, v, *given.tensors)  # type: ignore[no-untyped-call]
+    out, lse, top = _SharedAttention.apply(strategy, said, whole, q, k, v, *given.tensors)  # type: ignore[no-untyped-call]
     return out.to(q.dtype), lse, top
 
 
-class _Attend(torch.autograd.Function):
+class _SharedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, strategy: Strategy, said: tuple[bool, int | None], whole: bool, q: T, k: T, v: T, *given: T
@@ -41,7 +41,7 @@ class _Attend(torch.autograd.Function):
         ctx.strategy, ctx.count, ctx.whole, ctx.sink = strategy, len(given), whole, said[1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *given, *saved)
-        ctx.read = Places(given)
+        ctx.read = Addresses(given)
         return out, lse, top
 
     @staticmethod

@@ -44,7 +44,7 @@ class Ranks:
                 "group is NCCL"
             )
 
-    def exchange(self, sends: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]]) -> Pending:
+    def exchange(self, sends: Sequence[Sequence[torch.Tensor]], into: Sequence[Sequence[torch.Tensor]]) -> PendingRows:
         """An uneven all-to-all: of each rank the tensors that go to it, and memory for those that come from it.
 
         All of them are one group of sends and receives, each from where it lies to where it belongs, with no copy
@@ -60,16 +60,16 @@ class Ranks:
             steps += [dist.P2POp(dist.irecv, t, other, group) for t in into[rank] if t.numel()]
             self.moved_bytes += sum(t.numel() * t.element_size() for t in into[rank])
         works = self.named(lambda: dist.batch_isend_irecv(steps)) if steps else []
-        return Pending(self, works, [t for each in sent for t in each])
+        return PendingRows(self, works, [t for each in sent for t in each])
 
-    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, PendingRows]:
         """Memory for `rows` of every rank, one after the other."""
         found = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
         self.moved_bytes += (self.size - 1) * rows.numel() * rows.element_size()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
         sent = rows.contiguous()
         work = self.named(lambda: gather(found, sent, group=self.group, async_op=True))
-        return found, Pending(self, [work], [sent])
+        return found, PendingRows(self, [work], [sent])
 
     def total(self, numbers: torch.Tensor, kind: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """The sum, or another reduction, of the tensors of all ranks, in place."""
@@ -103,7 +103,7 @@ class Ranks:
             ) from failed
 
 
-class Pending:
+class PendingRows:
     """Rows on their way, of which what is sent is held until they are there."""
 
     def __init__(self, ranks: Ranks, works: Sequence[Any], held: Sequence[torch.Tensor]) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from ..call.autograd import BackwardInputs
 from . import part_call
-from .exchange import Pending, Ranks
+from .exchange import PendingRows, Ranks
 from .offset_mods import OffsetMods
 from .part_call import Offsets
-from .rows import by_heads, by_rows
+from .row_moves import by_heads, by_rows
 from .strategy import Given, Known, sunk
 
 T = torch.Tensor
@@ -84,6 +84,6 @@ class ByHeads:
         return found.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
-def _shared(ranks: Ranks, rows: T, into: T) -> Pending:
+def _shared(ranks: Ranks, rows: T, into: T) -> PendingRows:
     """Row n of (ranks, ...) to rank n."""
     return ranks.exchange([[x] for x in rows], [[x] for x in into])

@@ -15,12 +15,12 @@ import torch
 
 from ..call.autograd import BackwardInputs
 from . import part_call
-from .exchange import Pending, Ranks
+from .exchange import PendingRows, Ranks
 from .merged import Merged
 from .movement import Movement, Part, SubCall
 from .offset_mods import OffsetMods
 from .part_call import Begun, Offsets
-from .rows import Where, added, by_heads, by_rows, lengths, put, taken, views, where
+from .row_moves import Where, added, by_heads, by_rows, lengths, put, taken, views, where
 from .strategy import Given, Known, sunk
 
 T = torch.Tensor
@@ -227,7 +227,7 @@ class _Coming:
     """Gradients of a part: those of the rank's own keys and values, and of each rank what comes back for them."""
 
     part: OnDevice
-    pending: list[Pending]
+    pending: list[PendingRows]
     own: list[T]
     came: list[list[list[T]]]
 

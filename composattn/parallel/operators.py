@@ -45,7 +45,7 @@ def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> A
     return asked_of(found, asked)
 
 
-class _Bound(NamedTuple):
+class _SharedCall(NamedTuple):
     """A call as its operators run it; `places`: of each captured tensor, where it is among the given ones."""
 
     planned: SharedPlan
@@ -61,7 +61,7 @@ def _bound(
     captured: Sequence[torch.Tensor],
     numbers: Sequence[int],
     form: str,
-) -> _Bound:
+) -> _SharedCall:
     known = shard_of(numbers[0])
     forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, numbers[1:])
@@ -77,7 +77,7 @@ def _bound(
     planned = known.planned((score, mask, sink), options, (q, k, v), given.tensors, counted=False)
     whole = known.cp.captured_gradients == "whole"
     held = given._replace(tensors=planned.given(given.tensors))
-    return _Bound(planned, held, [at[id(t)] for t in captured], whole)
+    return _SharedCall(planned, held, [at[id(t)] for t in captured], whole)
 
 
 @torch.library.custom_op("composattn::attend_shared", mutates_args=())

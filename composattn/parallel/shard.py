@@ -31,7 +31,7 @@ from .keys import ByKeys
 from .movement import Movement
 from .offset_mods import Graphs, OffsetMods, Packed
 from .strategy import Given, Strategy
-from .traffic import Shape, Traffic, chosen
+from .traffic import TensorSizes, Traffic, chosen
 from .visits import visits_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Shard:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise errors.WrongShare(f"got {shape}, whose dimension {dim} is not {length} long, as {of} is; pass dim=")
 
-    def explain(self, attn: Any = None, shape: Shape | None = None) -> Described:
+    def explain(self, attn: Any = None, shape: TensorSizes | None = None) -> Described:
         """Who computes what: per rank rows, pairs, bytes to fetch, parts, and what overlaps; prints as text.
 
         attn: as in `plan`, by default what was planned for. shape: heads and dimensions that bytes are counted for, by
@@ -106,7 +106,7 @@ class Shard:
         """
         if shape is None:
             last, ranks = self._last, self.cp.ranks.size
-            shape = Shape(heads=ranks, kv_heads=ranks) if last is None else last.traffic.shape
+            shape = TensorSizes(heads=ranks, kv_heads=ranks) if last is None else last.traffic.shape
         seen = self.division.visits.seen
         if attn is not None:
             v = self.division.visits
@@ -205,7 +205,7 @@ class Shard:
         read_by_score = {id(t) for t in tensors_of(score) if t.is_floating_point()}
         constant = [t for t in tensors_of(mask) if id(t) not in read_by_score]
         seen = visits_of(graphs.mask, self.seq_len, visits.tile, visits.grain, q.shape[0], q.shape[1]).seen
-        shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+        shape = TensorSizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
         traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
         strategy: Strategy
         if traffic.method == "heads":

@@ -18,7 +18,7 @@ RECEIVED, COMPUTED = 300e9, 500e12  # bytes and FLOP per second of a rank, which
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorSizes:
     """Sizes of q, k and v over all heads, from which follows how many bytes a row has."""
 
     batch: int = 1
@@ -50,17 +50,17 @@ class Traffic:
     method: str
     parts: int
     received: tuple[int, ...]
-    shape: Shape
+    shape: TensorSizes
 
 
-def received_by_heads(division: Division, shape: Shape) -> int:
+def received_by_heads(division: Division, shape: TensorSizes) -> int:
     """Bytes of q, k, v and the output that a rank receives where heads are shared."""
     rows = division.visits.tiles * division.visits.tile // division.ranks
     share = rows * (division.ranks - 1) // division.ranks
     return share * (shape.q_row + shape.kv_row)
 
 
-def chosen(method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: Shape) -> Traffic:
+def chosen(method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: TensorSizes) -> Traffic:
     """How the ranks share an attention of this shape. Raises: `HeadsIndivisible` where heads were asked for."""
     by_keys = Movement.of(division, seen, 0, gather=False, parts=1).fetched
     rows = division.visits.tiles * division.visits.tile * (1 - 1 / division.ranks)
@@ -85,7 +85,7 @@ def chosen(method: str, parts: int | None, division: Division, seen: torch.Tenso
     return Traffic(method, parts, received, shape)
 
 
-def parts_for(received: tuple[int, ...], division: Division, shape: Shape) -> int:
+def parts_for(received: tuple[int, ...], division: Division, shape: TensorSizes) -> int:
     """Two where the fetch takes a tenth of the computation or more: hiding it then pays for merging two results."""
     heads = shape.heads * shape.batch
     computing = shape.flops(max(division.pairs, default=0.0) * heads) / COMPUTED

@@ -25,7 +25,7 @@ PAGE_SIZES = (16, 16, 32, 64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedLengths:
     """Where sequences lie: `lengths` rows each, of which the first `used` count (None: all)."""
 
     lengths: Sequence[int]
@@ -81,7 +81,7 @@ def make_varlen_case(
     """
     longest = max(q_lens), max(kv_lens or q_lens)
     site = site_of(seed, len(q_lens), heads, kv_heads or heads, *longest, dtype, device)
-    queries, keys = Rows(q_lens, used_q), None if kv_lens is None else Rows(kv_lens, used_kv)
+    queries, keys = PackedLengths(q_lens, used_q), None if kv_lens is None else PackedLengths(kv_lens, used_kv)
     case = varlen_case(site, queries, keys, dim, v_dim or dim)
     case = dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
     return case if gradients else case.without_gradients()
@@ -107,12 +107,12 @@ def make_paged_case(
     """Keys in shuffled pages; `q_len` dense queries for each sequence, or packed queries of `q_lens`. See `Paged`."""
     longest = q_len if q_lens is None else max(q_lens), max(kv_lens)
     site = site_of(seed, len(kv_lens), heads, kv_heads or heads, *longest, dtype, device)
-    queries = q_len if q_lens is None else Rows(q_lens)
+    queries = q_len if q_lens is None else PackedLengths(q_lens)
     case = paged_case(site, queries, kv_lens, page_size, dim, v_dim or dim)
     return dataclasses.replace(case, score_mod=score_mod, mask_mod=mask_mod, scale=scale)
 
 
-def varlen_case(site: Site, queries: Rows, keys: Rows | None, dim: int, v_dim: int) -> Case:
+def varlen_case(site: Site, queries: PackedLengths, keys: PackedLengths | None, dim: int, v_dim: int) -> Case:
     """A case with no mods, and gradients of both outputs; `keys` None: as the queries."""
     kv, device = keys or queries, site.space.device
     q = queries.poison(site.activations(queries.total, site.heads, dim))
@@ -131,7 +131,9 @@ def varlen_case(site: Site, queries: Rows, keys: Rows | None, dim: int, v_dim: i
     return Case(q, k, v, dout=dout, dlse=dlse, varlen=varlen)
 
 
-def paged_case(site: Site, queries: int | Rows, kv_lens: Sequence[int], page_size: int, dim: int, v_dim: int) -> Case:
+def paged_case(
+    site: Site, queries: int | PackedLengths, kv_lens: Sequence[int], page_size: int, dim: int, v_dim: int
+) -> Case:
     """A case with no mods; `queries` is how many each sequence has, or where packed ones lie."""
     device = site.space.device
     counts = [-(-n // page_size) for n in kv_lens]
@@ -178,10 +180,10 @@ def draw_paged(site: Site, dim: int, v_dim: int) -> Case:
     return paged_case(site, queries, kv_lens, site.choices.choice(PAGE_SIZES), dim, v_dim)
 
 
-def _draw_rows(site: Site, longest: int) -> Rows:
+def _draw_rows(site: Site, longest: int) -> PackedLengths:
     lengths = _draw_lengths(site, longest)
     used = [site.choices.integer(0, n) for n in lengths] if site.choices.integer(0, 2) == 0 else None
-    return Rows(lengths, used)
+    return PackedLengths(lengths, used)
 
 
 def _draw_lengths(site: Site, longest: int) -> list[int]:

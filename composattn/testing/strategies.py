@@ -30,7 +30,7 @@ from .tolerance import Case
 T = TypeVar("T")
 
 
-class _Drawn:
+class _HypothesisChoices:
     """`Choices` that hypothesis makes."""
 
     def __init__(self, draw: st.DrawFn) -> None:
@@ -46,13 +46,13 @@ class _Drawn:
 @st.composite
 def cases(draw: st.DrawFn, space: Space = SMALL) -> Case:
     """Whole calls: shapes, dtype, tensors, mask, score mod, scale, gradients of the outputs."""
-    return draw_case(_Drawn(draw), space)
+    return draw_case(_HypothesisChoices(draw), space)
 
 
 @st.composite
 def sites(draw: st.DrawFn, space: Space = SMALL) -> Site:
     """Shapes and dtypes that mods can be drawn for."""
-    return draw_site(_Drawn(draw), space)
+    return draw_site(_HypothesisChoices(draw), space)
 
 
 @st.composite
@@ -68,4 +68,4 @@ def score_mods(draw: st.DrawFn, site: Site) -> Score:
 
 
 def _here(site: Site, draw: st.DrawFn) -> Site:
-    return dataclasses.replace(site, choices=_Drawn(draw))
+    return dataclasses.replace(site, choices=_HypothesisChoices(draw))

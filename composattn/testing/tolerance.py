@@ -30,7 +30,7 @@ import torch
 
 from ..analysis.program import Program
 from ..backends import reference
-from ..backends.rows import arrange
+from ..backends.layouts import arrange
 from ..call.problem import Problem, softmax_scale
 from ..call.sequences import Paged, Sequences, Varlen
 from ..mods.dropout import Dropout

@@ -16,7 +16,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import text_of
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from composattn.errors import ComposattnError
 from composattn.graph.expr import DType
 from composattn.graph.ops import ARITY, OPS
@@ -105,7 +105,7 @@ def taken(part: Term, backward: bool) -> bool:
 
 def read(plan: Any) -> None:
     """Compiles a plan and reads its PTX as the emulator does, which refuses what it has no row for."""
-    Program(text_of(plan))
+    PtxProgram(text_of(plan))
 
 
 def compiled_terms(dtype: torch.dtype, backward: bool) -> int:

@@ -18,7 +18,7 @@ from composattn.backends.fused.running import emulated
 from composattn.emulator.cluster import Mode
 from composattn.emulator.findings import LaunchRefused
 from composattn.emulator.launch import Launch, Result
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from composattn.mods import causal, document
 from composattn.testing.tolerance import Case, check
 
@@ -82,7 +82,7 @@ def test_a_launch_that_no_device_takes_is_found(monkeypatch: pytest.MonkeyPatch,
     """With heads in a grid's second dimension, and with more shared memory than a block gets."""
     run, refused = emulated._stream.run, []
 
-    def asked(program: Program, given: Launch, mode: Mode) -> Result:
+    def asked(program: PtxProgram, given: Launch, mode: Mode) -> Result:
         beyond: dict[str, dict[str, Any]] = {
             "1, 65536, 1. blocks": {"grid": (1, 65536, 1)},
             "1, 1, 65536. blocks": {"grid": (1, 1, 65536)},

@@ -16,7 +16,7 @@ from benchmarks.cases import select
 from benchmarks.run import parser as of_benchmarks
 from composattn import doctor
 from composattn.__main__ import main
-from composattn.doctor import Step, steps
+from composattn.doctor import Check, steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def prints(text: str, status: int = 0) -> tuple[str, ...]:
 def test_all_that_is_said_is_kept_and_what_failed_is_named(
     blackwell: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
 ) -> None:
-    tried = [Step("doctor.txt", prints("versions")), Step("tests.txt", prints("tested", status))]
+    tried = [Check("doctor.txt", prints("versions")), Check("tests.txt", prints("tested", status))]
     monkeypatch.setattr(doctor, "steps", lambda report, has_backward: tried)
     assert main(["doctor", "--full"]) == status
     said = capsys.readouterr().out

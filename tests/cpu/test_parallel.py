@@ -19,7 +19,7 @@ from composattn.parallel.division import divide
 from composattn.parallel.exchange import Ranks
 from composattn.parallel.merged import Merged
 from composattn.parallel.movement import Movement
-from composattn.parallel.traffic import Shape, chosen
+from composattn.parallel.traffic import TensorSizes, chosen
 from composattn.parallel.visits import grain_for, tile_for, visits_of
 from tests import parallel_cases, parallel_memory, parallel_models, parallel_plans
 from tests.ranks import on_ranks
@@ -165,7 +165,7 @@ def test_who_computes_what_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     visits = visits_of(causal().expr, 1024, 64, 16)
     division = divide(visits, 4)
-    found = describe(division, visits.seen, chosen("auto", None, division, visits.seen, Shape(heads=4)))
+    found = describe(division, visits.seen, chosen("auto", None, division, visits.seen, TensorSizes(heads=4)))
     found.picture(tmp_path / "who.png")
     assert (tmp_path / "who.png").stat().st_size > 1000
     assert [row.rows for row in found.rows] == [256] * 4
@@ -175,7 +175,7 @@ def test_who_computes_what_is_drawn(tmp_path: Path) -> None:
 def test_heads_are_shared_where_that_moves_less() -> None:
     visits = visits_of(causal().expr, 8192, 128, 64)
     division = divide(visits, 8)
-    few, many = Shape(heads=32, kv_heads=8), Shape(heads=32, kv_heads=2)
+    few, many = TensorSizes(heads=32, kv_heads=8), TensorSizes(heads=32, kv_heads=2)
     assert chosen("auto", None, division, visits.seen, few).method == "heads"
     assert chosen("auto", None, division, visits.seen, many).method != "heads"  # two heads are not eight ranks'
     assert chosen("exchange", 2, division, visits.seen, few).received[0] == division.fetched[0] * few.kv_row

@@ -192,7 +192,7 @@ def test_only_tiles_with_a_visible_pair_are_visited_and_full_ones_not_tested_wit
 ):
     monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(16, 16, 1 << 19))
     q, k, v = qkv(generator=generator, q_len=128, dim=4)
-    call = streaming.Streaming(streaming.Mods(Program(mask=None if mask is None else mask.expr), 1.0))
+    call = streaming.Streaming(streaming.DerivedMods(Program(mask=None if mask is None else mask.expr), 1.0))
     call.forward(q, k, v, call.captures)
     found = [tile for step in call.visited for row in step for tile in row]
     assert (len(found), sum(tile.full for tile in found)) == (visited, full)
@@ -223,7 +223,7 @@ def test_columns_that_no_row_sees_are_left_out_in_quarters_of_a_tile(generator, 
     monkeypatch.setitem(tiles.TILE_SIZES, "cpu", TileSizes(16, 16, 1 << 19))
     q, k, v = qkv(generator=generator, q_len=16, dim=4)
     hashed = ca.mask(lambda b, h, q, kv: (3 * kv) % 8 == 3)  # kv 1 and 9
-    call = streaming.Streaming(streaming.Mods(Program(mask=hashed.expr), 1.0))
+    call = streaming.Streaming(streaming.DerivedMods(Program(mask=hashed.expr), 1.0))
     call.forward(q, k, v, call.captures)
     assert [tile.columns for step in call.visited for row in step for tile in row] == [slice(0, 4), slice(8, 12)]
 

@@ -24,7 +24,7 @@ def main() -> None:
     forward = integration.Layer.forward
 
     def counted(self: Any, *args: Any, **more: Any) -> Any:
-        calls.extend(of.tokens for of in (*args, *more.values()) if isinstance(of, integration.Step))
+        calls.extend(of.tokens for of in (*args, *more.values()) if isinstance(of, integration.StepMetadata))
         return forward(self, *args, **more)
 
     integration.Layer.forward = counted  # type: ignore[method-assign]

@@ -10,10 +10,10 @@ import numpy as np
 from composattn.emulator.findings import Misaligned, MissingGridWait, OutOfBounds, SharedRace, UnknownInstruction
 from composattn.emulator.memory import RANK, UINT, misaligned, span
 from composattn.emulator.opcodes.alu import pack_halves
+from composattn.emulator.opcodes.alu_row import DTYPES, WIDTH
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
 from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, target, words_of
-from composattn.emulator.opcodes.rows import DTYPES, WIDTH
-from composattn.emulator.ptx import Imm, Instr, Mem, Reg, Sink, Sym, Vec
+from composattn.emulator.ptx import Discard, Imm, Instr, Mem, Reg, Sym, Vec
 
 Array = np.ndarray[Any, Any]
 SHARED_WINDOW, PARAM_WINDOW = 0x5000_0000_0000, 0x6000_0000_0000
@@ -187,7 +187,7 @@ def load(instr: Instr, program: Any) -> Handler:
     dests = _items(instr.args[0])
     at = address(program, instr.args[1])
     signed = np.dtype(DTYPES[type_]).kind == "i"
-    rows = [None if isinstance(d, Sink) else _wide_target(d, signed) for d in dests]
+    rows = [None if isinstance(d, Discard) else _wide_target(d, signed) for d in dests]
     dtype = DTYPES[type_] if signed else UINT[size]
     parameter = _offset_of_parameter(program, instr.args[1]) if space == "param" else None
     counts = space == "global" and "acquire" in instr.parts and size == 4
@@ -283,9 +283,9 @@ def atomic(instr: Instr, program: Any) -> Handler:
     base = "u32" if packed else {"b32": "u32", "b64": "u64"}.get(type_, type_)
     size, space = WIDTH[base], _space(instr.parts)
     args = list(instr.args)
-    dest = args.pop(0) if head == "atom" else Sink()
+    dest = args.pop(0) if head == "atom" else Discard()
     at = address(program, args.pop(0))
-    out = None if isinstance(dest, Sink) else target(dest, base)
+    out = None if isinstance(dest, Discard) else target(dest, base)
     count = len(_items(args[0]))
     values = [source(program, v, base) for v in _items(args[0])]
     other = source(program, args[1], base) if op == "cas" else None

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from composattn.emulator.opcodes.alu_row import DTYPES, Alu
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16, f32_to_bf16x2
-from composattn.emulator.opcodes.rows import DTYPES, Alu
 
 Array = np.ndarray[Any, Any]
 OPCODES: dict[str, Alu] = {}

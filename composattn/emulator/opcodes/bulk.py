@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.barriers import Knowledge
-from composattn.emulator.cluster import Pending
+from composattn.emulator.cluster import PendingCopy
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
 from composattn.emulator.memory import covering
 from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, own_offset, resolve_block
@@ -119,7 +119,7 @@ def start_load(g: Any, warp: int, targets: tuple[list[Any], list[Any], int, int]
             bar.gathering.all[bar.agent] = max(int(bar.gathering.all[bar.agent]), stamp)
             bar.complete(count)
 
-        cluster.start(Pending(complete, what))
+        cluster.start(PendingCopy(complete, what))
 
 
 def targets_of(g: Any, dst: int, bar_at: int, mask: int, paired: bool = False) -> tuple[list[Any], list[Any], int, int]:

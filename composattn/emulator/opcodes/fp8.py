@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.opcodes.alu import OPCODES, pack_halves
+from composattn.emulator.opcodes.alu_row import Alu
 from composattn.emulator.opcodes.floats import E4M3, E5M2, f32_to_e4m3, f32_to_e5m2
-from composattn.emulator.opcodes.rows import Alu
 
 Array = np.ndarray[Any, Any]
 

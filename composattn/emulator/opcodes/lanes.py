@@ -8,7 +8,7 @@ import numpy as np
 
 from composattn.emulator.findings import CollectiveMismatch, UnknownInstruction
 from composattn.emulator.opcodes.registry import Handler, effect, source, target
-from composattn.emulator.ptx import Imm, Instr, Operand, Pair, Reg, Sink
+from composattn.emulator.ptx import Discard, Imm, Instr, Operand, Pair, Reg
 
 Array = np.ndarray[Any, Any]
 LANE = np.arange(32)
@@ -78,7 +78,7 @@ def shuffle(instr: Instr, program: Any) -> Handler:
     pred: Operand | None = None
     if isinstance(dest, Pair):
         pred, dest = dest.second, dest.first
-    out = None if isinstance(dest, Sink) else target(dest, "u32")
+    out = None if isinstance(dest, Discard) else target(dest, "u32")
     flag = target(pred, "p") if isinstance(pred, Reg) else None
     src, mask_of = source(program, value, "u32"), _mask_source(program, members)
     fixed = None

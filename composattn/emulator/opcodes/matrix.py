@@ -16,8 +16,8 @@ from composattn.emulator.gang import Wait, together
 from composattn.emulator.opcodes.operands import (
     ELEMENT,
     Descriptor,
-    Multiply,
-    Operand,
+    PendingMultiply,
+    SharedOperand,
     chains,
     decode,
     gather,
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass
-class WarpgroupMultiply(Multiply):
+class WarpgroupMultiply(PendingMultiply):
     """One wgmma.mma_async under way. `accumulator` are register rows, `left` may be A's values from registers."""
 
     results: int  # the accumulator's registers, as bits
@@ -47,7 +47,7 @@ def execute(block: Any, low: int, ops: list[WarpgroupMultiply]) -> None:
 
 def _chain(block: Any, low: int, ops: list[WarpgroupMultiply]) -> None:
     shared, lefts = block.shared, [o.left for o in ops]
-    left = gather(shared, lefts) if isinstance(lefts[0], Operand) else np.concatenate(lefts, 1)
+    left = gather(shared, lefts) if isinstance(lefts[0], SharedOperand) else np.concatenate(lefts, 1)
     value = product(left, gather(shared, [o.right for o in ops]))
     if ops[0].negate:
         value = -value
@@ -114,12 +114,12 @@ def multiply(instr: Instr, program: Any) -> Handler:
             raise MissingWgmmaFence("registers of this wgmma were used by others after the last wgmma.fence")
         block = g.block
         unit = block.units[g.low // 4]
-        b = Operand(_descriptor(desc_b(g)), n, kind_b, not trans_b)
-        a: Operand | Array
+        b = SharedOperand(_descriptor(desc_b(g)), n, kind_b, not trans_b)
+        a: SharedOperand | Array
         if desc_a is None:
             a = _register_operand(g, a_rows, kind_a)
         else:
-            a = Operand(_descriptor(desc_a(g)), 64, kind_a, not trans_a)
+            a = SharedOperand(_descriptor(desc_a(g)), 64, kind_a, not trans_a)
             _read(g, unit, a)
         _read(g, unit, b)
         unit.open.append(WarpgroupMultiply(rows, accumulate, a, b, negate, results, inputs, instr))
@@ -137,7 +137,7 @@ def _descriptor(row: Array) -> Descriptor:
     return Descriptor.of(int(row[0]))
 
 
-def _read(g: Any, unit: Any, operand: Operand) -> None:
+def _read(g: Any, unit: Any, operand: SharedOperand) -> None:
     """The four warps of the warpgroup must all know of what is read."""
     block = g.block
     agents = slice(block.first_agent + g.low, block.first_agent + g.low + 4)

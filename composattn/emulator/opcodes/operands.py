@@ -91,7 +91,7 @@ def words_of_chunks(desc: Descriptor, rows: int, element: int, k_major: bool) ->
 
 
 @dataclass
-class Operand:
+class SharedOperand:
     """A matrix operand in shared memory."""
 
     desc: Descriptor
@@ -107,13 +107,13 @@ class Operand:
 
 
 @dataclass
-class Multiply:
-    """One multiply under way: accumulator (+)= left @ right^T. `left` is an `Operand`, or what else its unit knows."""
+class PendingMultiply:
+    """One multiply under way: accumulator (+)= left @ right^T. `left`: `SharedOperand`, or what its unit knows."""
 
     accumulator: Any
     accumulate: bool
     left: Any
-    right: Operand
+    right: SharedOperand
     negate: bool
 
 
@@ -128,18 +128,20 @@ def chains(ops: list[Any]) -> Iterator[list[Any]]:
         at = end
 
 
-def _alike(a: Multiply, b: Multiply) -> bool:
+def _alike(a: PendingMultiply, b: PendingMultiply) -> bool:
     return (a.accumulator, a.negate, _form(a.left), _form(a.right)) == (
         b.accumulator, b.negate, _form(b.left), _form(b.right))  # fmt: skip
 
 
 def _form(side: Any) -> Any:
     return (
-        (type(side), side.kind, side.k_major) if isinstance(side, Operand) else (type(side), getattr(side, "kind", ""))
+        (type(side), side.kind, side.k_major)
+        if isinstance(side, SharedOperand)
+        else (type(side), getattr(side, "kind", ""))
     )
 
 
-def gather(shared: Any, operands: list[Operand]) -> Array:
+def gather(shared: Any, operands: list[SharedOperand]) -> Array:
     """[rows, K of all operands] as float32."""
     first = operands[0]
     pairs = shared.views[8].reshape(-1, 2)
@@ -150,7 +152,7 @@ def gather(shared: Any, operands: list[Operand]) -> Array:
     return values if first.k_major else values.T
 
 
-def read_operand(block: Any, operand: Operand, knows: Array, fenced: Fenced, agent: int, clock: int) -> None:
+def read_operand(block: Any, operand: SharedOperand, knows: Array, fenced: Fenced, agent: int, clock: int) -> None:
     """Notes that `agent` reads it. Whoever starts that must know of the writes; plain ones must have been fenced."""
     memory = block.shared
     words = operand.words()

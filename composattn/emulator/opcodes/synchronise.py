@@ -28,7 +28,7 @@ from composattn.emulator.opcodes.registry import (
     target,
     words_of,
 )
-from composattn.emulator.ptx import Instr, Mem, Pair, Reg, Sink
+from composattn.emulator.ptx import Discard, Instr, Mem, Pair, Reg
 
 Array = np.ndarray[Any, Any]
 _SCOPES = {"shared", "shared::cta", "shared::cluster", "b64", "release", "acquire", "relaxed", "cta", "cluster"}
@@ -102,7 +102,7 @@ def arrive(instr: Instr, program: Any) -> Handler:
     words_of(program, instr.op, {"mbarrier", "arrive", "expect_tx", "noComplete", *_SCOPES}, instr)
     expects, relaxed = "expect_tx" in parts, "relaxed" in parts
     args = list(instr.args)
-    dest = args.pop(0) if not isinstance(args[0], Mem) else Sink()
+    dest = args.pop(0) if not isinstance(args[0], Mem) else Discard()
     at = address(program, args.pop(0))
     value = source(program, args[0], "u32") if args else None
     out = target(dest, "u64") if isinstance(dest, Reg) else None

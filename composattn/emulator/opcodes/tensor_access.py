@@ -25,7 +25,7 @@ from composattn.emulator.gang import Wait
 from composattn.emulator.ledger import Unordered
 from composattn.emulator.opcodes.access import shared_store
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, sync, words_of
-from composattn.emulator.ptx import Instr, Mem, Reg, Sink, Vec
+from composattn.emulator.ptx import Discard, Instr, Mem, Reg, Vec
 from composattn.emulator.tensor_memory import COLUMNS, GROUP, TensorMemory
 
 Array = np.ndarray[Any, Any]
@@ -181,7 +181,7 @@ def relinquish(instr: Instr, program: Any) -> Handler:
 
 
 @dataclass(frozen=True)
-class Form:
+class AccessShape:
     """A data movement shape: register r of a warp's lane t holds lane rows[r, t], column columns[r, t] of the box.
 
     With `packed` it holds the low halves of columns 2c and 2c + 1.
@@ -200,7 +200,7 @@ class Form:
 
 
 @functools.cache
-def _form(shape: str, repeat: int, packed: bool, split: int) -> Form:
+def _form(shape: str, repeat: int, packed: bool, split: int) -> AccessShape:
     t = np.arange(32)
     if shape == "32x32b":
         row, column, step = [t], [0 * t], 1
@@ -216,7 +216,7 @@ def _form(shape: str, repeat: int, packed: bool, split: int) -> Form:
     rows = np.concatenate([np.stack(row)] * repeat)
     columns = np.concatenate([np.stack(column) + i * step for i in range(repeat)])
     width = int(columns.max()) + 1
-    return Form(32 if shape == "32x32b" else 16, width * (2 if packed else 1), rows, columns, packed)
+    return AccessShape(32 if shape == "32x32b" else 16, width * (2 if packed else 1), rows, columns, packed)
 
 
 _SHAPES = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}
@@ -227,7 +227,7 @@ _PACKED = {"pack::16b", "unpack::16b"}
 _MOVES = {"tcgen05", "ld", "st", "red", "sync", "aligned", "b32", "f32", "max", "min", "NaN", "abs"}
 
 
-def _shape_of(instr: Instr, program: Any, items: tuple[Any, ...], split: int) -> Form:
+def _shape_of(instr: Instr, program: Any, items: tuple[Any, ...], split: int) -> AccessShape:
     parts = set(instr.parts)
     words_of(program, instr.op, {*_MOVES, *_SHAPES, *_REPEATS, *_PACKED}, instr)
     (shape,), (repeat,) = parts & _SHAPES.keys(), parts & _REPEATS.keys()
@@ -243,7 +243,7 @@ def _operands(instr: Instr, mem: Any, vec: Any) -> tuple[Mem, tuple[Any, ...], i
     return mem, vec.items, literal(extra[0], instr) if extra else 0
 
 
-def _place(g: Any, warp: int, at: int, form: Form) -> tuple[int, int, Any]:
+def _place(g: Any, warp: int, at: int, form: AccessShape) -> tuple[int, int, Any]:
     """(lane, column, cells) of what a warp moves; the lanes must be its own."""
     lane, column = at >> 16, at & 0xFFFF
     mine = 32 * (warp % 4)
@@ -268,7 +268,7 @@ def _start(g: Any, warp: int, kind: str, move: Callable[[], None]) -> None:
 def load(instr: Instr, program: Any) -> Handler:
     mem, items, split = _operands(instr, next(a for a in instr.args if isinstance(a, Mem)), instr.args[0])
     form, at = _shape_of(instr, program, items, split), address(program, mem)
-    kept = [i for i, r in enumerate(items) if not isinstance(r, Sink)]
+    kept = [i for i, r in enumerate(items) if not isinstance(r, Discard)]
     rows = _stretch([items[i].index for i in kept])
     fold = _fold(instr) if "red" in instr.parts else None
     best = program.rows.of(instr.args[1], "32")[1] if fold is not None else 0
@@ -315,7 +315,7 @@ def _stretch(rows: list[int]) -> Any:
     return slice(rows[0], rows[0] + len(rows)) if rows == list(range(rows[0], rows[0] + len(rows))) else rows
 
 
-def _read(data: Array, lane: int, column: int, form: Form) -> Array:
+def _read(data: Array, lane: int, column: int, form: AccessShape) -> Array:
     if form.whole:
         return data[lane : lane + 32, column : column + form.width].T
     if not form.packed:
@@ -324,7 +324,7 @@ def _read(data: Array, lane: int, column: int, form: Form) -> Array:
     return low | high << np.uint32(16)
 
 
-def _write(data: Array, lane: int, column: int, form: Form, values: Array) -> None:
+def _write(data: Array, lane: int, column: int, form: AccessShape, values: Array) -> None:
     if form.whole:
         data[lane : lane + 32, column : column + form.width] = values.T
     elif not form.packed:

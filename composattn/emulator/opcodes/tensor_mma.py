@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.barriers import Knowledge
-from composattn.emulator.cluster import Pending
+from composattn.emulator.cluster import PendingCopy
 from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, PairMismatch, UnknownInstruction
 from composattn.emulator.opcodes.access import resolve_block
 from composattn.emulator.opcodes.operands import (
     Descriptor,
-    Multiply,
-    Operand,
+    PendingMultiply,
+    SharedOperand,
     chains,
     decode,
     gather,
@@ -43,7 +43,7 @@ FOLDED = 64  # rows of a block of a pair whose product takes all lanes
 
 
 @dataclass(frozen=True)
-class Shape:
+class MmaShape:
     """What an instruction descriptor says."""
 
     m: int
@@ -56,7 +56,7 @@ class Shape:
 
     @staticmethod
     @functools.cache
-    def of(bits: int, kind: str, blocks: int) -> Shape:
+    def of(bits: int, kind: str, blocks: int) -> MmaShape:
         formats = _KINDS[kind]
         m, n = (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3
         a, b = formats.get(bits >> 7 & 7), formats.get(bits >> 10 & 7)
@@ -65,11 +65,11 @@ class Shape:
         if m not in _ROWS[blocks] or not 8 <= n <= 256 or n % (8 if m == 64 else 16 * blocks):
             raise BadDescriptor(f"instruction descriptor {bits:#x}: {m} rows and {n} columns by {blocks} blocks")
         negate = (bits >> 13 & 1) != (bits >> 14 & 1)
-        return Shape(m, n, a, b, not bits >> 15 & 1, not bits >> 16 & 1, negate)
+        return MmaShape(m, n, a, b, not bits >> 15 & 1, not bits >> 16 & 1, negate)
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorOperand:
     """An A operand in tensor memory: rows are lanes, K goes along columns of 32 bits."""
 
     lane: int
@@ -79,7 +79,7 @@ class Held:
 
 
 @dataclass
-class TensorMultiply(Multiply):
+class TensorMultiply(PendingMultiply):
     """One tcgen05.mma under way. `accumulator` is (first lane, first column, rows, columns), the rows of one block.
 
     Of a pair each block has half the rows of A and of the product, and half the columns' part of B. Where these are 64
@@ -91,7 +91,7 @@ class TensorMultiply(Multiply):
 
     @property
     def folded(self) -> bool:
-        return isinstance(self.left, Operand) and self.accumulator[2] != self.left.rows
+        return isinstance(self.left, SharedOperand) and self.accumulator[2] != self.left.rows
 
 
 def lanes_of(lane: int, rows: int) -> Any:
@@ -127,7 +127,7 @@ def _chain(block: Any, ops: list[TensorMultiply], right: Array) -> None:
     """A block's rows of a product."""
     tensor, first = block.tensor, ops[0]
     lane, column, rows, columns = first.accumulator
-    if isinstance(first.left, Operand):
+    if isinstance(first.left, SharedOperand):
         left = gather(block.shared, [o.left for o in ops])
     else:
         left = np.concatenate([_held(tensor.data, o.left, rows) for o in ops], 1)
@@ -140,7 +140,7 @@ def _chain(block: Any, ops: list[TensorMultiply], right: Array) -> None:
     tensor.values[where] = tensor.values[where] + value if first.accumulate else value
 
 
-def _held(data: Array, held: Held, rows: int) -> Array:
+def _held(data: Array, held: TensorOperand, rows: int) -> Array:
     raw = np.ascontiguousarray(data[lanes_of(held.lane, rows), held.column : held.column + held.columns])
     return decode(held.kind, raw.view(np.uint8))
 
@@ -180,21 +180,21 @@ def multiply(instr: Instr, program: Any) -> Handler:
         blocks = g.block.pair if count == 2 else [g.block]
         if len(blocks) != count or blocks[0] is not g.block:
             raise PairMismatch("a multiply of a pair is started by its first block, in a cluster of two or more")
-        shape = Shape.of(int(pick(shape_of(g), m)[0]), kind, count)
+        shape = MmaShape.of(int(pick(shape_of(g), m)[0]), kind, count)
         accumulate = bool(pick(keep(g), m)[0]) if keep is not None else always
-        b = Operand(
+        b = SharedOperand(
             Descriptor.of_tcgen05(int(pick(desc_b(g), m)[0])), shape.n // count, shape.right, shape.right_k_major
         )
-        a: Operand | Held
+        a: SharedOperand | TensorOperand
         folded = shape.m // count == FOLDED and count == 2
         if in_tensor:
             if folded:
                 raise UnknownInstruction(f"64 rows of each block of a pair from tensor memory; {instr.where()}")
             at = int(side_a(g, m)[0])
-            a = Held(at >> 16, at & 0xFFFF, 8, shape.left)
+            a = TensorOperand(at >> 16, at & 0xFFFF, 8, shape.left)
         else:
             bits = int(pick(side_a(g), m)[0])
-            a = Operand(Descriptor.of_tcgen05(bits), shape.m // count, shape.left, shape.left_k_major)
+            a = SharedOperand(Descriptor.of_tcgen05(bits), shape.m // count, shape.left, shape.left_k_major)
         at = int(to(g, m)[0])
         rows, columns = (LANES, shape.n // 2) if folded else (shape.m // count, shape.n)
         into = (at >> 16, at & 0xFFFF, rows, columns)
@@ -222,7 +222,7 @@ def _uses(block: Any, warp: int, op: TensorMultiply, each: Any, agent: int, cloc
             in_order(block, tensor.order_read, cells, warp, agent)
         in_order(block, tensor.order_write, cells, warp, agent)
     for side in (op.left, op.right):
-        if isinstance(side, Operand):
+        if isinstance(side, SharedOperand):
             read_operand(each, side, knowledge.all, (knowledge.fenced, knowledge.far), agent, clock)
             continue
         for cells in _groups(each, side.lane, side.column, rows, side.columns):
@@ -268,7 +268,7 @@ def commit(instr: Instr, program: Any) -> Handler:
             for bar in bars:
                 bar.arrive(1, passed, f"tcgen05.commit of {who(g, warp)}")
 
-        block.cluster.start(Pending(complete, f"completion of {instr.where()}"))
+        block.cluster.start(PendingCopy(complete, f"completion of {instr.where()}"))
         block.tick(warp)
         block.cluster.progress += 1
 

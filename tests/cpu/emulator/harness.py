@@ -9,7 +9,7 @@ import numpy as np
 
 from composattn.emulator.cluster import EAGER, Mode
 from composattn.emulator.launch import Launch, Result, Stream, run
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from composattn.emulator.tensormap import TensorMap
 
 HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"
@@ -53,9 +53,9 @@ def execute(
         if isinstance(a, np.ndarray):
             launch.memory.add(a.ctypes.data, a.reshape(-1).view(np.uint8), f"array {i}")
     if stream is None:
-        return run(Program(text), launch, mode)
+        return run(PtxProgram(text), launch, mode)
     launch.early = True
-    return stream.run(Program(text), launch, mode)
+    return stream.run(PtxProgram(text), launch, mode)
 
 
 def apply(instruction: str, result: str, inputs: list[tuple[str, Any]]) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import Finding, UnknownInstruction
 from composattn.emulator.launch import Result
-from composattn.emulator.program import Program
-from composattn.emulator.ptx import Imm, Instr, Kernel, Operand, Reg, Vec, parse
+from composattn.emulator.program import PtxProgram
+from composattn.emulator.ptx import Imm, Instr, Operand, PtxKernel, Reg, Vec, parse
 
 MODES: tuple[Mode, ...] = (EAGER, LATE, random_mode(1), random_mode(2))
 
@@ -28,7 +28,7 @@ class Mutant:
 class Trial:
     """One call that every mutant is put to: `launch` runs a program anew; `same` says if it left the right result."""
 
-    launch: Callable[[Program, Mode], Result]
+    launch: Callable[[PtxProgram, Mode], Result]
     same: Callable[[], bool]
 
 
@@ -145,7 +145,7 @@ def mutants(text: str) -> Iterator[Mutant]:
             yield Mutant("descriptor wrong", instr, new)
 
 
-def _descriptor_steps(kernel: Kernel) -> list[Instr]:
+def _descriptor_steps(kernel: PtxKernel) -> list[Instr]:
     """Where a literal is put to what becomes a matrix descriptor, or half of one."""
     wanted: set[Operand] = set()
     for instr in kernel.code:
@@ -162,7 +162,7 @@ def judge(
     text: str, trials: Sequence[Trial], modes: Sequence[Mode] = MODES, only: Callable[[Mutant], bool] = lambda m: True
 ) -> Iterator[Verdict]:
     """Puts every mutant of a kernel to the trials until it is caught: in every mode, if that makes a difference."""
-    reached = [_reached(Program(text), t.launch) for t in trials]
+    reached = [_reached(PtxProgram(text), t.launch) for t in trials]
     for mutant in mutants(text):
         if not only(mutant):
             continue
@@ -171,14 +171,14 @@ def judge(
         yield _verdict(mutant, meeting, shown) if meeting else Verdict(mutant, "not reached")
 
 
-def _reached(program: Program, launch: Callable[[Program, Mode], Result]) -> set[int]:
+def _reached(program: PtxProgram, launch: Callable[[PtxProgram, Mode], Result]) -> set[int]:
     visits = launch(program, EAGER).visits.sum(0)
     return {i.line for n, v in zip(program.nodes, visits, strict=True) if v for i in n.code}
 
 
 def _verdict(mutant: Mutant, trials: Sequence[Trial], modes: Sequence[Mode]) -> Verdict:
     try:
-        program = Program(mutant.text)
+        program = PtxProgram(mutant.text)
     except UnknownInstruction as e:
         return Verdict(mutant, "UnknownInstruction", str(e))
     for trial in trials:

@@ -24,7 +24,7 @@ from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from composattn.mods import causal
 from tests.cpu.emulator.mutate import MODES, Trial, Verdict, judge
 from tests.pairs import sharing
@@ -123,7 +123,7 @@ def _trial(
 ) -> tuple[str, Trial]:
     """The kernel's PTX and one call of it."""
 
-    def launch(program: Program, mode: Mode) -> Result:
+    def launch(program: PtxProgram, mode: Mode) -> Result:
         for t in results:
             t.fill_(torch.nan)
         for t in zero:

@@ -8,7 +8,7 @@ import pytest
 from composattn.emulator import findings
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.order import Order
-from composattn.emulator.program import Program
+from composattn.emulator.program import PtxProgram
 from tests.cpu.emulator.harness import execute, module
 
 MODES = [EAGER, LATE, *(random_mode(seed) for seed in range(1, 5))]
@@ -53,8 +53,10 @@ def test_a_block_may_wait_for_those_that_start_later_if_they_have_room(mode: Mod
 
 
 def test_blocks_that_hear_of_nobody_run_one_after_the_other() -> None:
-    silent = Program(module(BEGIN + "st.global.b32 [%d0], %r1; atom.shared.add.u32 %r3, [smem], 1; E:", 2, shared=16))
-    heard = Program(module(BEGIN + WAIT + "E:", 2))
+    silent = PtxProgram(
+        module(BEGIN + "st.global.b32 [%d0], %r1; atom.shared.add.u32 %r3, [smem], 1; E:", 2, shared=16)
+    )
+    heard = PtxProgram(module(BEGIN + WAIT + "E:", 2))
     assert all(Order(mode, 8, silent).together == 1 for mode in MODES)
     assert Order(EAGER, 8, heard).together == 1 < Order(LATE, 8, heard).together
     assert all(2 <= Order(mode, 3, heard).together <= 3 for mode in MODES[2:])

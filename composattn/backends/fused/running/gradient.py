@@ -30,7 +30,7 @@ from ....graph.lent import Lending
 from ....graph.philox import factor_of
 from ...gathered import total_for
 from ...sinks import add_gradients, by_head
-from ...streaming import Mods, Streaming
+from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import compile_plan
 from ..planning.plan_backward import SinkForm, plan_backward
 from ..tiles.target import Target
@@ -252,7 +252,7 @@ class FusedGradient:
 
     def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
         refresh(self.program.captures)
-        streaming = Streaming(Mods(self.program, self.scale), scalars, sequences)
+        streaming = Streaming(DerivedMods(self.program, self.scale), scalars, sequences)
         if known.partial:
             return streaming.backward(known._replace(dout=known.dout.to(known.out.dtype)))
         # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one

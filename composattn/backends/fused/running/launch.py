@@ -13,7 +13,7 @@ from ....analysis.program import Program
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
 from ....graph.lent import Lending, current
-from ...streaming import Mods, Streaming
+from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import Launchable, compile_plan
 from ..planning.arguments import CombineArguments, ForwardArguments
 from ..planning.plan import ForwardPlan
@@ -136,7 +136,7 @@ class ForwardLauncher:
         if made[1] is not None:
             alone, program = Program(sink=self.plan.program.sink), self.plan.program
             at_call = dict(zip(program.captures, captured, strict=True))
-            sinks = Streaming(Mods(alone, 1.0), (), sequences)
+            sinks = Streaming(DerivedMods(alone, 1.0), (), sequences)
             made[1].copy_(sinks.forward(q, k, v, [at_call[c] for c in alone.captures])[1])
         return made
 

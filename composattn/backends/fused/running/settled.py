@@ -21,7 +21,7 @@ from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered
 from ....graph.forms import of_the_form
 from ....graph.lent import Lending
-from ....graph.moved import Places
+from ....graph.moved import Addresses
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
 from .launch_backward import SinkGradient
@@ -146,7 +146,7 @@ class _Settled(torch.autograd.Function):
             sources = settled.call.sources(lending)  # of which backwards make tables again
             if sources:
                 ctx.to_save = (*ctx.to_save, *sources)
-            ctx.read = Places(ctx.to_save[5:])
+            ctx.read = Addresses(ctx.to_save[5:])
         return out
 
     @staticmethod

@@ -15,7 +15,7 @@ from ..call.checks import check_pages, ranges
 from ..call.sequences import Sequences
 
 
-class Part(NamedTuple):
+class SequenceRows(NamedTuple):
     """A sequence, or all of a dense call's at once: the number of the (first) one, its queries and its keys."""
 
     b: int
@@ -23,11 +23,11 @@ class Part(NamedTuple):
     keys: slice
 
 
-class Dense:
+class DenseLayout:
     """A dense call, as it stands."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        self.parts = [Part(0, slice(0, q.shape[2]), slice(0, k.shape[2]))]
+        self.parts = [SequenceRows(0, slice(0, q.shape[2]), slice(0, k.shape[2]))]
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """q, out or a gradient of theirs, as (B, H, S, n)."""
@@ -54,14 +54,14 @@ class Dense:
         return x
 
 
-class Packed(Dense):
+class PackedLayout(DenseLayout):
     """Packed queries and keys."""
 
     def __init__(self, sequences: Sequences, q_rows: int | None = None, kv_rows: int | None = None) -> None:
         assert sequences.cu_q is not None and sequences.cu_k is not None
         queries = ranges("q", sequences.cu_q, sequences.used_q, q_rows)
         keys = ranges("k", sequences.cu_k, sequences.used_k, kv_rows)
-        self.parts = [Part(b, *both) for b, both in enumerate(zip(queries, keys, strict=True))]
+        self.parts = [SequenceRows(b, *both) for b, both in enumerate(zip(queries, keys, strict=True))]
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(0, 1).unsqueeze(0)
@@ -80,7 +80,7 @@ class Packed(Dense):
         return x.squeeze(0)
 
 
-class PagedKeys(Packed):
+class PagedKeys(PackedLayout):
     """Keys in pages, packed queries."""
 
     def __init__(self, sequences: Sequences, page_size: int, q_rows: int | None = None) -> None:
@@ -130,10 +130,10 @@ class PagedKeysDenseQueries(PagedKeys):
         return self.queries_back(x).contiguous()
 
 
-def arrange(sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> Dense:
+def arrange(sequences: Sequences, q: torch.Tensor, k: torch.Tensor) -> DenseLayout:
     """How to see the tensors of a call; waits for the device unless it is dense."""
     if sequences.page_table is None:
-        return Dense(q, k) if sequences.cu_q is None else Packed(sequences, q.shape[0], k.shape[0])
+        return DenseLayout(q, k) if sequences.cu_q is None else PackedLayout(sequences, q.shape[0], k.shape[0])
     assert sequences.used_k is not None
     check_pages(sequences.page_table, sequences.used_k, k.shape[2], k.shape[0])  # what follows reads them on the host
     if sequences.cu_q is None:

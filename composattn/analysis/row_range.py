@@ -15,8 +15,8 @@ _ZERO, _Q = const(0), index("q")
 
 
 @dataclass
-class Rows:
-    """Rows of the tile that a piece speaks of: first..last, those of the tile or fewer."""
+class RowRange:
+    """Rows of the tile that a conjunction speaks of: first..last, those of the tile or fewer."""
 
     first: Expr
     last: Expr
@@ -117,11 +117,12 @@ class Rows:
 
 
 # of each operation whose extremes are known
-_RULES: dict[str, Callable[[Rows, Expr, bool], Expr | None]] = {
-    "index": Rows._end, "floordiv": Rows._quotient, "mod": Rows._remainder, "abs": Rows._size, "where": Rows._choice,
-    "maximum": Rows._larger_of_both, "clamp_min": Rows._larger_of_both, "read": Rows._captured,
-    "minimum": Rows._smaller_of_both, "clamp_max": Rows._smaller_of_both,
+_RULES: dict[str, Callable[[RowRange, Expr, bool], Expr | None]] = {
+    "index": RowRange._end, "floordiv": RowRange._quotient, "mod": RowRange._remainder, "abs": RowRange._size,
+    "where": RowRange._choice,
+    "maximum": RowRange._larger_of_both, "clamp_min": RowRange._larger_of_both, "read": RowRange._captured,
+    "minimum": RowRange._smaller_of_both, "clamp_max": RowRange._smaller_of_both,
 }  # fmt: skip
 
-TILE, ROW = Rows(index("first"), index("last")), Rows(_Q, _Q)
+TILE, ROW = RowRange(index("first"), index("last")), RowRange(_Q, _Q)
 """The rows of a tile, and row q as a tile of one."""
