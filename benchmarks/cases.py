@@ -237,7 +237,7 @@ class Case:
 
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-# batch, tokens, query heads, key/value heads: the last two have fewer tiles of keys than a GPU has multiprocessors
+# batch, tokens, query heads, key/value heads: the last two have fewer tiles of keys than a GPU has SMs
 GROUPS = ((2, 8192, 24, 3), (2, 8192, 32, 4), (1, 4096, 32, 4), (1, 4096, 16, 2))
 # head dimension before them: Llama 3 8B (2024) at three lengths, 70B, gpt-oss (2025), Gemma 2 9B (2024)
 OF_MODELS = (
@@ -245,7 +245,7 @@ OF_MODELS = (
     (256, 2, 8192, 16, 8),
 )  # fmt: skip
 DECODED = ((1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (128, 1024), (128, 4096))
-# of so many sequences, 8 key/value heads each, that tiles fill no rounds of 132 multiprocessors: 0.7, 1.2 and 2.4
+# of so many sequences, 8 key/value heads each, that tiles fill no rounds of 132 SMs: 0.7, 1.2 and 2.4
 UNEVEN = tuple(itertools.product((12, 20, 40), ((128, 2048), (128, 8192), (64, 8192))))
 HIDDEN = 2048
 TOKENS = 16384

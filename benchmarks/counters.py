@@ -45,7 +45,7 @@ STALLS = (
     "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
 
-# Shares are percent of what the unit can do while the multiprocessor has a block (of L2 and memory, while the kernel
+# Shares are percent of what the unit can do while the SM has a block (of L2 and memory, while the kernel
 # runs). A stall is how many warps of a scheduler wait for this reason in a clock in which one is issued.
 METRICS: dict[str, str] = {
     "ns": "gpu__time_duration.sum",

@@ -14,7 +14,7 @@ RESULTS = Path(__file__).with_name("results") / "counters"
 FLASH = "flash-attn-4"
 NONE = "–"
 STALL = "stall_"
-PEAK = 132 * 4096e-3  # TFLOP of the matrix units of an H200 in 10^9 clocks
+PEAK = 132 * 4096e-3  # TFLOP of the tensor cores of an H200 in 10^9 clocks
 
 Row = dict[str, Any]
 

@@ -4,7 +4,7 @@
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4
 
 All calls of a row read the same memory, from CUDA graphs. A row's names: `planned`, what the plan chose; `three`,
-`two`, `one` and `shares`, three blocks a multiprocessor (D 64), two, one, and equal shares, `two/2` of two stages, with
+`two`, `one` and `shares`, three blocks an SM (D 64), two, one, and equal shares, `two/2` of two stages, with
 the number of parts behind; `torch cuDNN`.
 """
 

@@ -66,7 +66,7 @@ def limit(case: Case, name: str) -> Limit:
     plain, tested = (tile_cost(kernel, ARCH, is_tested) for is_tested in (False, True))
     heads = of_head(case, pattern, kernel.queries, kernel.keys, packed)
     times, gpu = blocks(case, kernel, heads, plain.bound, tested.bound), TARGETS[ARCH]
-    # of blocks that share a multiprocessor each has its part of the units
+    # of blocks that share an SM each has its part of the units
     span = makespan((t * kernel.together for t in times), gpu.sms * kernel.together)
     tiles, of_tested = (sum(int(getattr(v, which).sum()) for v in heads) for which in ("plain", "tested"))
     visible = case.visible_pairs(pattern, CPU)

@@ -1,4 +1,4 @@
-"""What each unit of a multiprocessor does for a tile, read from machine code: ours beside flash-attn-4's, with no GPU.
+"""What each unit of an SM does for a tile, read from machine code: ours beside flash-attn-4's, with no GPU.
 
     python -m benchmarks.tile_model --target sm_100a                       ours alone; sm_90a, sm_103a too
     python -m benchmarks.tile_model --target sm_100a --peer flash-attn-4   both

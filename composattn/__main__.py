@@ -182,7 +182,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
     make = functools.partial(FusedCall, target=target, kernel_of=compiled)
     call = residues.prepared(make, problem.rounded, program, softmax_scale(None, problem.head_dim))
     call.kernels(Asked(options.lse, options.max_scores), options.gradient)
-    print(f"A first call on a GPU of {target.sms} multiprocessors finds them where COMPOSATTN_CACHE_DIR={folder},")
+    print(f"A first call on a GPU of {target.sms} SMs finds them where COMPOSATTN_CACHE_DIR={folder},")
     print(f"with these sources, a processor of this kind, and {toolchain.versions()}")
     return 0
 
@@ -247,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     kernel = commands.add_parser("compile", parents=[call], help=compile_kernels.__doc__)
     arches = [target.arch for target in TARGETS.values()]
     kernel.add_argument("--target", choices=arches, help="machine code; default: this GPU's, else the backend's")
-    kernel.add_argument("--sms", type=count_from, help="multiprocessors of the GPU, as doctor prints them there")
+    kernel.add_argument("--sms", type=count_from, help="SMs of the GPU, as doctor prints them there")
     kernel.add_argument("--lse", action="store_true", help="for calls with return_lse")
     kernel.add_argument("--max-scores", action="store_true", help="for calls with return_max_scores")
     kernel.add_argument("--gradient", action="store_true", help="for calls that autograd records, backward too")

@@ -40,7 +40,7 @@ def doctor() -> int:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         capability = f"compute capability {facts.major}.{facts.minor}"
-        print(f"GPU {number}: {facts.name}, {capability}, {facts.multi_processor_count} multiprocessors")
+        print(f"GPU {number}: {facts.name}, {capability}, {facts.multi_processor_count} SMs")
     print(f"kernels are kept in {disk_cache.folder()}")
     by = f"sources {toolchain.source_hash()[:16]}, processor {toolchain.processor()[:24]}"
     print(f"  by {by}, {toolchain.compiler()}")

@@ -127,7 +127,7 @@ def schedule(costs: Sequence[int], workers: int) -> list[tuple[int, int, int]]:
 
 
 def plan() -> str:
-    """Rows of tiles of a causal mask on four multiprocessors, in their order and longest first."""
+    """Rows of tiles of a causal mask on four SMs, in their order and longest first."""
     drawn = Drawing(720, 300, "The order of the work")
     length = 14 * TILE
     costs = (causal().tiles(length, length, (TILE, TILE))[0, 0] > 0).sum(1).tolist()

@@ -80,7 +80,7 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_few_multiprocessors(backend: str, count: int = 3) -> Iterator[None]:
+def on_few_sms(backend: str, count: int = 3) -> Iterator[None]:
     """Inside, an emulated backend plans for so many, so that persistent blocks walk over several tiles each."""
     from composattn import backends
     from composattn.backends.fused.running.emulated import EmulatedCall

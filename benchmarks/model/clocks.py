@@ -1,4 +1,4 @@
-"""What each unit of a multiprocessor does in a clock, by target, with sources; rates that plans know are the target's.
+"""What each unit of an SM does in a clock, by target, with sources; rates that plans know are the target's.
 
 guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", of compute capability 9.0, in
          results per clock and SM; taken to hold for 10.0 and 10.3
@@ -19,7 +19,7 @@ from composattn.backends.fused.tiles.target import TARGETS as GPUS
 from composattn.backends.fused.tiles.target import Target
 
 # A matrix product, shared memory's port, exponentials, multiply-adds, other arithmetic, instructions at all, additions
-# into global memory. All but the first two and the last are of one of the four partitions of a multiprocessor.
+# into global memory. All but the first two and the last are of one of the four partitions of an SM.
 UNITS = ("matrix", "shared", "exp", "fma", "alu", "issue", "reduce")
 PARTITIONS = 4
 LANES = 32
@@ -31,7 +31,7 @@ class UnknownOpcode(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Clocks:
-    """Rates of one multiprocessor: per clock, and of it all (not of a partition).
+    """Rates of one SM: per clock, and of it all (not of a partition).
 
     `matrix` is in 16-bit operations (a multiply-add is two), `shared` and `reduce` in bytes, the others in results.
     """

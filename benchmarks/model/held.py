@@ -97,7 +97,7 @@ def modelled() -> dict[str, dict[str, float]]:
 
 
 def times(case: Case, pattern: Pattern, kernel: Kernel, packed: bool) -> dict[str, float]:
-    """Clocks of a call by each reading: its blocks' tiles, on the multiprocessors as they come free."""
+    """Clocks of a call by each reading: its blocks' tiles, on the SMs as they come free."""
     costs = [tile_cost(kernel, ARCH, tested) for tested in (False, True)]
     heads = of_head(case, pattern, kernel.queries, kernel.keys, packed)
     found = {}

@@ -34,7 +34,7 @@ class Kernel:
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
     tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys, but for the
     first `whole`.
-    `transposed`: see `roofline.backward_rows`. `together`: blocks that share a multiprocessor. `in_stretches`: tiles
+    `transposed`: see `roofline.backward_rows`. `together`: blocks that share an SM. `in_stretches`: tiles
     begin with documents, as those of packed sequences do.
     """
 

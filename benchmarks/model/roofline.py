@@ -2,7 +2,7 @@
 
 FlashAttention-4 (2026), sections 3.1.1 and 3.2.1, whose tables 1 and 3 these formulas give. A product of the matrix
 unit is 128 x 128 at most, and each reads its operands again: both from shared memory, or the right one alone where the
-left one lies in tensor memory. Of a pair of multiprocessors each reads half of the right one.
+left one lies in tensor memory. Of a pair of SMs each reads half of the right one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Product:
 
 
 def cycles(products: Iterable[Product], exponentials: int, clocks: Clocks, moved: float = 0.0) -> dict[str, float]:
-    """Clocks of the matrix unit, of shared memory (`moved`: bytes beside operands), and of the exponential unit."""
+    """Clocks of the tensor core, of shared memory (`moved`: bytes beside operands), and of the exponential unit."""
     made = list(products)
     return {
         "matrix": sum(p.operations() for p in made) / clocks.matrix,
@@ -57,7 +57,7 @@ def forward(m: int, n: int, d: int, dv: int, clocks: Clocks, paired: bool = Fals
 def backward(
     m: int, n: int, d: int, clocks: Clocks, paired: bool = False, dv: int | None = None, transposed: bool = False
 ) -> dict[str, float]:
-    """A tile of m queries x n keys of one multiprocessor: S, dP, dV, dK, dQ; see `backward_rows`."""
+    """A tile of m queries x n keys of one SM: S, dP, dV, dK, dQ; see `backward_rows`."""
     rows = backward_rows(m, n, d, clocks, paired, dv, transposed)
     shared = sum(rows[name] for name in ("operands", "dS", "exchange", "dQ"))
     return {"matrix": rows["matrix"], "shared": shared, "exp": rows["exp"]}
@@ -68,7 +68,7 @@ def backward_rows(
 ) -> dict[str, float]:
     """Clocks by what they are for: shared memory has operands, dS (written), its exchange, dQ (written and read).
 
-    With `paired` each of two multiprocessors has half of the rows of dQ over twice the keys, for which it sends half of
+    With `paired` each of two SMs has half of the rows of dQ over twice the keys, for which it sends half of
     dS to the other and receives as much: a tile's worth is written in all, and half as much is read. `transposed`: sums
     with columns of dK and dV as rows, `SIDE` a product, where P comes from shared memory as dS does; both of it: see
     `_by_queries`.
@@ -95,7 +95,7 @@ def backward_rows(
 
 
 def _by_queries(m: int, n: int, d: int, dv: int, clocks: Clocks) -> dict[str, float]:
-    """By two multiprocessors with half of 2n keys of m queries each, where a product has half of the queries as rows,
+    """By two SMs with half of 2n keys of m queries each, where a product has half of the queries as rows,
     or half of the columns of dK or dV.
 
     Each writes P and dS of its queries, half of it into the other's shared memory: that half is counted as it leaves

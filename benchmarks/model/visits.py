@@ -63,7 +63,7 @@ def of_head(case: Case, pattern: Pattern, queries: int, keys: int, packed: bool)
 
 
 def makespan(times: Iterable[float], sms: int) -> float:
-    """When the last block ends, each started on the multiprocessor that is free first."""
+    """When the last block ends, each started on the SM that is free first."""
     free = [0.0] * sms
     for time in times:
         heapq.heapreplace(free, free[0] + time)

@@ -22,7 +22,7 @@ class Schedule:
 
     order: of the query tiles (key tiles, in the backward) by the work that their mask leaves them; in a deterministic
         backward the last keys come first, whatever is asked for.
-    persistent: one block per multiprocessor, each walking over many tiles; False: one block per tile. Forward only.
+    persistent: one block per SM, each walking over many tiles; False: one block per tile. Forward only.
     heads_together: key/value heads that are worked on at one time, so that their K and V (Q and dO of their queries, in
         the backward) stay in L2; at least 1.
     split_kv: how many parts the keys of a query tile are cut into, one block per part; 1 to 128. The parts are combined

@@ -28,7 +28,7 @@ lanes of a warp are made once, as the machine instruction is. Memory is sequenti
 plain accesses to global memory is not found, nor a race on it. Launches run one after the other: of a kernel that
 starts early, a use of what the one before it writes is found, a write over what that one reads is not. Barriers of
 16-bit and 8-bit stores that share a word between warps are not checked for order. Blocks have tensor memory of their
-own, whoever else is on the multiprocessor. Local memory, calls, textures, im2col and gathering tensor maps, mma.sync,
+own, whoever else is on the SM. Local memory, calls, textures, im2col and gathering tensor maps, mma.sync,
 cp.async of single threads, tcgen05.cp and shift, and products that are sparse, scaled by block, in other than fp32 or
 of 128 rows by a pair have no rows: using them is a named error.
 """

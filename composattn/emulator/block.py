@@ -1,4 +1,4 @@
-"""One thread block while it runs: registers, shared memory, barriers, matrix units, copies under way."""
+"""One thread block while it runs: registers, shared memory, barriers, tensor cores, copies under way."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class GlobalMemory:
 class SharedMemory(Ledger):
     """The bytes of one block's shared memory; a cell is 4 bytes.
 
-    Agents are warps, matrix units, a warp's bulk stores, and the copies that complete on one barrier.
+    Agents are warps, tensor cores, a warp's bulk stores, and the copies that complete on one barrier.
     """
 
     def __init__(self, size: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 PARAM_WINDOW = 0x6000_0000_0000
 SHARED_WINDOW = 0x5000_0000_0000
-REGISTERS = 1 << 16  # of a multiprocessor
+REGISTERS = 1 << 16  # of an SM
 KEPT = 6  # programs kept for another launch, a forward and its gradient; one takes 50 to 100 MB with its registers
 _PROGRAMS: dict[str, PtxProgram] = {}
 

@@ -123,7 +123,7 @@ class PtxKernel:
     labels: dict[str, int]  # label -> index in code
     banks: dict[str, int]  # how many registers each bank needs
     threads: tuple[int, int, int]
-    resident: int  # blocks that a multiprocessor's registers must have room for
+    resident: int  # blocks that an SM's registers must have room for
     text: str = field(repr=False, default="")
 
 

@@ -1,4 +1,4 @@
-"""Ping-pong: groups of threads take turns at the matrix unit, so one's softmax runs under another's products."""
+"""Ping-pong: groups of threads take turns at the tensor core, so one's softmax runs under another's products."""
 
 import dataclasses
 

@@ -95,7 +95,7 @@ class Abreast:
 class Role(Protocol):
     """Who takes part at one end of an edge: how many arrivals end a phase of its barrier, and how each is made.
 
-    An end of another kind (a matrix unit that commits, a block of the cluster) is one more class with these two.
+    An end of another kind (a tensor core that commits, a block of the cluster) is one more class with these two.
     """
 
     @property

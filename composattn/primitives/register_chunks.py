@@ -11,7 +11,7 @@ from cutlass import Float32
 from .values import aligned, move
 
 _ADD = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}"
-THREADS = 128  # four warps, whose sums a product of any matrix unit so far leaves
+THREADS = 128  # four warps, whose sums a product of any tensor core so far leaves
 
 
 def add_part(target: cute.Tensor, registers: cute.Tensor, group, thread) -> None:

@@ -1,6 +1,6 @@
 """Work tiles handed out one at a time: a counter in device memory, and how a block's warps learn the next tile.
 
-Blocks that stay for many tiles take the next one when they are free, as the hardware hands blocks to multiprocessors;
+Blocks that stay for many tiles take the next one when they are free, as the hardware hands blocks to SMs;
 a fixed stride does not even out tiles of different lengths. The first tile of a block is the block's own number, or
 drawn as well.
 """

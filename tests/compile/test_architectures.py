@@ -21,7 +21,7 @@ from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.capture import Captured
 
-# the kernel that combines parts has no matrix unit: its code can be made for any GPU
+# the kernel that combines parts has no tensor core: its code can be made for any GPU
 ALONE = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Few tiles of 64 queries, each alone on a multiprocessor: held to fp64, and the same bits in any order."""
+"""Few tiles of 64 queries, each alone on an SM: held to fp64, and the same bits in any order."""
 
 from __future__ import annotations
 

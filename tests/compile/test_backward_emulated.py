@@ -201,7 +201,7 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
 
 
 def check_shared(case: str, folder: Path, generator: torch.Generator, mode: Mode = EAGER) -> None:
-    """One of these, on two multiprocessors, so that blocks that stay walk over several tiles each."""
+    """One of these, on two SMs, so that blocks that stay walk over several tiles each."""
     facts, changes, cut = SHARED[case]
     check(facts, folder, generator, FEW, None if cut is None else Cut(*cut), mode, **changes)
 

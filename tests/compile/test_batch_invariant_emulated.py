@@ -38,7 +38,7 @@ MODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _products_without_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BLAS rounds a row by where it stands in a matrix, matrix units don't: products here are rounded from fp64."""
+    """BLAS rounds a row by where it stands in a matrix, tensor cores don't: products here are rounded from fp64."""
 
     def product(left: Any, right: Any) -> Any:
         return (left.astype(np.float64) @ right.astype(np.float64).T).astype(np.float32)

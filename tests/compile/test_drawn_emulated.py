@@ -28,7 +28,7 @@ from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, sliding_window
 from composattn.mods.scores import alibi, softcap
 from composattn.testing.tolerance import Case, check
-from tests.support import on_few_multiprocessors, outlier_normal, sampled
+from tests.support import on_few_sms, outlier_normal, sampled
 
 FEW = dataclasses.replace(HOPPER, sms=3)  # so that blocks walk over several tiles each
 CASES: dict[str, dict[str, Any]] = {
@@ -177,5 +177,5 @@ def test_turns_come_where_fewer_blocks_run_than_were_launched(
     launch = Captured.launch
     monkeypatch.setattr(Captured, "launch", lambda *given, **sizes: launch(*given, **sizes | {"sms": 2}))
     for mode in (EAGER, LATE):
-        with emulating(mode), on_few_multiprocessors("hopper-emulated", 4):
+        with emulating(mode), on_few_sms("hopper-emulated", 4):
             check(partial(ca.attention, backend="hopper-emulated", deterministic=True), case)

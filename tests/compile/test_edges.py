@@ -17,7 +17,7 @@ from composattn.primitives.pipelines import Abreast, BoundEdge, Copies, Edge, Sl
 
 @dataclass
 class Commit:
-    """An end as a matrix unit is one: arrives by itself when its products are done."""
+    """An end as a tensor core is one: arrives by itself when its products are done."""
 
     arrivals: int = 1
     arrived: list[int] = field(default_factory=list)

@@ -372,7 +372,7 @@ def cut(head_dim: int, length: int, mask: Mask | None = None, **schedule: Any) -
     return forward_tiling(problem, ca.Attention(mask_mod=mask).program, HOPPER)
 
 
-def test_where_queries_see_few_keys_small_blocks_share_a_multiprocessor() -> None:
+def test_where_queries_see_few_keys_small_blocks_share_a_sm() -> None:
     ids = torch.arange(8192) // 700
     assert [cut(64, length, causal()).blocks for length in (256, 512, 2048)] == [3, 3, 1]
     assert [cut(96, length, causal()).blocks for length in (256, 1024, 2048)] == [3, 1, 1], "few rounds, then more"
@@ -543,7 +543,7 @@ def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys()
     assert [cut(128, length, causal()).drawn for length in (256, 4096, 8192, 16384)] == ["late", "late", "early", None]
     assert all(cut(128, length).persistent for length in (4096, 5000, 8192))
     assert not cut(128, 256, causal(), persistent=False).persistent
-    assert not plan(mask="causal", length=2048, heads=8).tiling.persistent, "128 tiles, one a multiprocessor"
+    assert not plan(mask="causal", length=2048, heads=8).tiling.persistent, "128 tiles, one an SM"
     assert cut(64, 256, causal(), persistent=True).persistent
 
 

@@ -30,7 +30,7 @@ from composattn.primitives.lane_diagonals import LaneDiagonals
 from composattn.primitives.online_softmax import OnlineSoftmax
 from composattn.primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 
-# of one warp; one row per lane is how a matrix unit with a memory of its own hands out its accumulator
+# of one warp; one row per lane is how a tensor core with a memory of its own hands out its accumulator
 SHAPES = {
     "four lanes per row": fragment_shape(48),
     "four lanes per column": fragment_shape(48).transposed,

@@ -27,7 +27,7 @@ from composattn.primitives.padded_tiles import PaddedTiles
 from composattn.primitives.seqlen import DenseSequence
 from composattn.primitives.tile_scheduler import Stretch
 from composattn.testing.tolerance import Case, assert_attention_close, check, run
-from tests.support import cut_as_long_ones, on_few_multiprocessors, outlier_normal
+from tests.support import cut_as_long_ones, on_few_sms, outlier_normal
 
 BACKEND = "hopper-emulated"
 ATTENTION = partial(ca.attention, backend=BACKEND)
@@ -69,8 +69,8 @@ def drawn(
 
 @pytest.fixture
 def few() -> Iterator[None]:
-    """Multiprocessors, so that tiles do not all run at once."""
-    with on_few_multiprocessors(BACKEND):
+    """SMs, so that tiles do not all run at once."""
+    with on_few_sms(BACKEND):
         yield
 
 
@@ -169,7 +169,7 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
     case = with_gradients(drawn(generator, mask, 3, (2, 1), 342), generator)
     plan = gradient_of(case)
     assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
-    with on_few_multiprocessors(BACKEND):
+    with on_few_sms(BACKEND):
         check(ATTENTION, case)
 
 
@@ -184,7 +184,7 @@ def test_a_table_with_room_for_more_tiles_of_queries_than_documents_begin(
     few = dataclasses.replace(HOPPER, sms=2)
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
     assert plan.has_stretches and plan.tiling.persistent
-    with emulating(mode), on_few_multiprocessors(BACKEND, 2):
+    with emulating(mode), on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
 
@@ -194,7 +194,7 @@ def test_pieces_by_query_heads_of_tiles_that_begin_with_documents(generator: tor
     case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 242), generator)
     plan = gradient_of(case)
     assert plan.has_stretches and plan.tiling.heads_a_piece == 2
-    with on_few_multiprocessors(BACKEND, 2):
+    with on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
 
@@ -238,7 +238,7 @@ def test_gradients_through_sinks_of_rows_that_lie_apart(mode: Mode, generator: t
     case = with_gradients(drawn(generator, seen, 1, (2, 1), 311, "sbhd"), generator)
     case = dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_())
     assert gradient_of(case).has_stretches
-    with emulating(mode), on_few_multiprocessors(BACKEND, 2):
+    with emulating(mode), on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
 
@@ -257,7 +257,7 @@ def test_gradients_of_narrow_heads(is_causal: bool, dim: int, generator: torch.G
     mask = causal() & document(ids) if is_causal else document(ids)
     case = with_gradients(drawn(generator, mask, 2, (2, 1), 342, dim=dim), generator)
     assert gradient_of(case).has_stretches
-    with on_few_multiprocessors(BACKEND):
+    with on_few_sms(BACKEND):
         check(ATTENTION, case)
 
 
@@ -271,7 +271,7 @@ def test_gradients_in_a_fixed_order(is_causal: bool, dim: int, generator: torch.
     plan = gradient_of(case, in_order=True)
     assert plan.has_stretches and plan.told is not None
     for mode in (EAGER, LATE):
-        with emulating(mode), on_few_multiprocessors(BACKEND):
+        with emulating(mode), on_few_sms(BACKEND):
             check(partial(ATTENTION, deterministic=True), case)
 
 
@@ -292,7 +292,7 @@ def test_pieces_by_query_heads_in_a_fixed_order(generator: torch.Generator) -> N
     case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 342), generator)
     plan = gradient_of(case, in_order=True)
     assert plan.has_stretches and plan.tiling.heads_a_piece == 2 and plan.tiling.persistent
-    with emulating(random_mode(2)), on_few_multiprocessors(BACKEND, 2):
+    with emulating(random_mode(2)), on_few_sms(BACKEND, 2):
         check(partial(ATTENTION, deterministic=True), case)
 
 

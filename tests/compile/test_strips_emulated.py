@@ -22,7 +22,7 @@ from composattn.call.schedule import Schedule
 from composattn.mods import causal, neighborhood, padding
 from composattn.mods.mask import Mask
 from composattn.testing.tolerance import Case, check
-from tests.support import on_few_multiprocessors
+from tests.support import on_few_sms
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -82,7 +82,7 @@ def test_results_and_gradients_are_those_of_the_whole_image(
 ) -> None:
     asked = case(generator, sizes, dtype, mask, score)
     assert planned(Problem.of(asked.q, asked.k, asked.v), mask_mod=mask, score_mod=score).strips is not None
-    with on_few_multiprocessors(backend, 2):  # else tiles of small images run at once, in blocks that leave
+    with on_few_sms(backend, 2):  # else tiles of small images run at once, in blocks that leave
         check(partial(ca.attention, backend=backend), asked)
 
 

@@ -20,7 +20,7 @@ from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, neighborhood, relative_bias, sliding_window, softcap
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
-from tests.support import on_few_multiprocessors, sampled
+from tests.support import on_few_sms, sampled
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim": 512, "dtype": torch.bfloat16}
 
@@ -147,7 +147,7 @@ def test_a_block_that_stays_for_many_tiles(mode: Any) -> None:
     """Some of them have no keys."""
     late = dense(q_len=200, kv_len=140, mask_mod=lambda b, h, q, kv: (q - kv > 20) & (q < 150))
     attend = functools.partial(ca.attention, backend="hopper-emulated", schedule=Schedule(persistent=True))
-    with on_few_multiprocessors("hopper-emulated", 2), emulating(mode):
+    with on_few_sms("hopper-emulated", 2), emulating(mode):
         check(attend, late)
 
 

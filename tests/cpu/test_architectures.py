@@ -145,14 +145,14 @@ def test_the_kernels_before_and_behind_a_backward_do_not_change_with_how_keys_ar
         plan_backward(
             Problem(1, heads, heads, 1024, 1024, 128, 128, torch.bfloat16, torch.device("cpu")), Program(), HOPPER
         )
-        for heads in (528, 4)  # 32 whole rounds of the multiprocessors, and less than one
+        for heads in (528, 4)  # 32 whole rounds of the SMs, and less than one
     )
     assert whole.gather is None and cut.gather is not None
     assert whole.main.key != cut.main.key
     assert (whole.preprocess.key, whole.postprocess.key) == (cut.preprocess.key, cut.postprocess.key)
 
 
-def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_section_fill_the_multiprocessors() -> None:
+def test_grouped_heads_in_a_fixed_order_come_one_at_a_time_and_in_the_last_section_fill_the_sms() -> None:
     """Hopper's backward, where a causal mask leaves tiles of keys different lengths and none is split."""
 
     def sections(

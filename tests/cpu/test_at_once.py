@@ -29,7 +29,7 @@ def is_alone(chosen: HopperTiling) -> bool:
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_one_short_sequence_fills_twice_as_many_multiprocessors(d: int) -> None:
+def test_one_short_sequence_fills_twice_as_many_sms(d: int) -> None:
     assert is_alone(tiling(16, 512, d)), "128 tiles of 64 queries"
     assert not is_alone(tiling(17, 512, d)), "136, of which 4 would begin when others have ended"
     assert not is_alone(tiling(2, 4096, d)), "64 keys at a time, or parts of them, are many then"

@@ -75,7 +75,7 @@ def test_what_sums_gradients_and_dropout_are_kinds_of_their_own() -> None:
     assert class_of(problem, dropping, HOPPER, "forward", rows=64).mods is Mods.DROPOUT
 
 
-def test_work_is_counted_in_tiles_of_each_multiprocessor() -> None:
+def test_work_is_counted_in_tiles_of_each_sm() -> None:
     found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 24, 25, 67)]
     two = Work.ROUND_AND_A_HALF, Work.ROUND_AND_A_HALF
     assert found == [Work.AT_ONCE, *two, Work.FEW_ROUNDS, Work.ROUNDS]

@@ -28,7 +28,7 @@ def blocks_and_keys(chosen: HopperTiling) -> tuple[int, int]:
     return chosen.blocks, chosen.tile_n
 
 
-def test_two_blocks_of_a_multiprocessor_fill_each_others_ends() -> None:
+def test_two_blocks_of_a_sm_fill_each_others_ends() -> None:
     assert blocks_and_keys(tiling(32, d=128)) == (2, 64)
     assert blocks_and_keys(tiling(32)) == (2, 128), "keys of D 64 are half as wide"
     assert blocks_and_keys(tiling(32, score_mod=softcap(30.0))) == (2, 128)
@@ -40,7 +40,7 @@ def test_three_blocks_take_what_fills_three_places(length: int) -> None:
     assert blocks_and_keys(tiling(48, length, d=128)) != (3, 64), "which has no registers for them"
 
 
-def test_keys_that_lie_in_l2_are_read_by_all_multiprocessors() -> None:
+def test_keys_that_lie_in_l2_are_read_by_all_sms() -> None:
     problem = Problem(8, 40, 8, 1, 1024, 128, 128, torch.bfloat16, torch.device("cpu"))
     plan = plan_forward(problem, ca.Attention().program, HOPPER)
     assert (plan.tiling.blocks, plan.splits) == (2, 2), "64 tiles, 33 MB of K and V"
@@ -51,10 +51,10 @@ def test_words_of_dropout_have_registers_for_64_keys_of_two_blocks(batch: int, f
     assert blocks_and_keys(tiling(batch, 1024, dropout_p=0.1)) == found
 
 
-def test_blocks_that_share_a_multiprocessor_read_no_further_ahead_than_others() -> None:
-    """By two stages, else the only block of a multiprocessor is far ahead of two of another one."""
+def test_blocks_that_share_a_sm_read_no_further_ahead_than_others() -> None:
+    """By two stages, else the only block of an SM is far ahead of two of another one."""
     stages = {batch: tiling(batch, 4096, d=128).stages for batch in (12, 16, 17, 24, 32)}
-    assert stages == {12: 3, 16: 3, 17: 2, 24: 2, 32: 2}, "96, 128; 136, 192, 256 tiles of 132 multiprocessors"
+    assert stages == {12: 3, 16: 3, 17: 2, 24: 2, 32: 2}, "96, 128; 136, 192, 256 tiles of 132 SMs"
 
 
 def test_results_of_a_fixed_order_come_from_one_kind_of_block() -> None:

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("rows", "wanted"), [(128, (1024, 768, 1024)), (256, (2048, 1536, 2048))])
 def test_the_papers_forward_table_comes_out_of_the_shape(rows: int, wanted: tuple[int, ...]) -> None:
-    """Table 1 of FlashAttention-4: matrix unit, shared memory, exponential unit at N = D = 128."""
+    """Table 1 of FlashAttention-4: tensor core, shared memory, exponential unit at N = D = 128."""
     found = roofline.forward(rows, 128, 128, 128, B200)
     assert tuple(found[unit] for unit in ("matrix", "shared", "exp")) == wanted
 
@@ -38,7 +38,7 @@ def test_the_papers_forward_table_comes_out_of_the_shape(rows: int, wanted: tupl
     [(False, (2560, 2048, 256, 0, 1024, 1024), 3328), (True, (2560, 1536, 256, 384, 512, 1024), 2688)],
 )
 def test_the_papers_backward_table_comes_out_of_the_shape(paired: bool, wanted: tuple[int, ...], shared: int) -> None:
-    """Table 3, row by row: at M = N = D = 128 of one multiprocessor, alone and as one of a pair."""
+    """Table 3, row by row: at M = N = D = 128 of one SM, alone and as one of a pair."""
     rows = roofline.backward_rows(128, 128, 128, B200, paired)
     assert tuple(rows[name] for name in ("matrix", "operands", "dS", "exchange", "dQ", "exp")) == wanted
     assert roofline.backward(128, 128, 128, B200, paired) == {"matrix": 2560, "shared": shared, "exp": 1024}
@@ -284,7 +284,7 @@ def test_causal_tiles_of_64_by_32(direction: str, packed: bool) -> None:
         assert found.plain.tolist() == [1, 1, 0, 0] and found.tested.tolist() == [1, 1, 1, 1]
 
 
-def test_blocks_run_where_a_multiprocessor_is_free() -> None:
+def test_blocks_run_where_a_sm_is_free() -> None:
     assert makespan([3, 3, 2, 2, 2], 2) == 7
     assert makespan([], 4) == 0
 

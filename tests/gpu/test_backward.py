@@ -132,7 +132,7 @@ def plain_gradients(
 ) -> list[torch.Tensor]:
     """The fused computation in plain PyTorch at the inputs' precision.
 
-    P and dS rounded as operands of matrix units are, D = rowsum(dO·O) - dLSE of the rounded O: its error, the same in
+    P and dS rounded as operands of tensor cores are, D = rowsum(dO·O) - dLSE of the rounded O: its error, the same in
     a whole row, is what a sum over rows with large weights (a slope's, of distances) is left with.
     """
     q, k, v = leaves

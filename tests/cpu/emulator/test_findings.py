@@ -234,7 +234,7 @@ def test_a_copy_over_what_was_read_wants_a_fence_where_a_mode_looks_for_it(mode:
 def test_roles_share_the_registers_that_a_block_has(
     resident: int, producers: str | None, consumers: str | None, kind: str | None, mode: Mode
 ) -> None:
-    """Two warpgroups of 24 and 104 registers per thread: a quarter of a multiprocessor's, 64 per thread at launch."""
+    """Two warpgroups of 24 and 104 registers per thread: a quarter of an SM's, 64 per thread at launch."""
     asks = ["" if role is None else f"setmaxnreg.{role};" for role in (producers, consumers)]
     body = f"mov.u32 %r0, %tid.x; setp.ge.u32 %p1, %r0, 128; @%p1 bra S; {asks[0]} bra E; S: {asks[1]} E:"
     text = module(body, threads=256).replace(".reqntid 256, 1, 1", f".reqntid 256, 1, 1\n.minnctapersm {resident}")

@@ -27,7 +27,7 @@ from composattn.testing.cases import draw_case
 from composattn.testing.parts import draw_part
 from composattn.testing.site import Choices, Seeded
 from composattn.testing.tolerance import assert_case_close
-from tests.support import cut_as_long_ones, on_few_multiprocessors
+from tests.support import cut_as_long_ones, on_few_sms
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -86,7 +86,7 @@ class Call:
 
         case, found = self.case, []
         names = ("out", "lse", "max_scores") if self.max_scores else ("out", "lse")
-        with torch.no_grad(), on_few_multiprocessors(backend), cut_as_long_ones(self.cut):
+        with torch.no_grad(), on_few_sms(backend), cut_as_long_ones(self.cut):
             attend = self.attention(backend)
             for mode in MODES:
                 with emulating(mode):

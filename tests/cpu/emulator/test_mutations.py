@@ -34,7 +34,7 @@ NEEDS_DSL = pytest.mark.skipif(not HAS_DSL, reason="nvidia-cutlass-dsl is not in
 
 
 FEW = dataclasses.replace(HOPPER, sms=2)
-"""So few multiprocessors that a block of the backward takes one tile of keys after the other."""
+"""So few SMs that a block of the backward takes one tile of keys after the other."""
 
 # (queries, keys, query heads) of the trials, one key head each. The first has several tiles of both, cut. In the others
 # what a kernel compares comes out equal: whole tiles, one more or less, ends at either of the rows (r, r + 8) that a
@@ -171,7 +171,7 @@ def verdicts(direction: str, dim: int, kind: str = "", part: str = "1/1") -> Ite
 
 
 # Survivors that change nothing at these inputs; docs/emulator.md says of each why. On Hopper: the first wait for a slot
-# that starts free; releases after which nobody waits; a turn at the matrix unit, which orders work and no data; a copy
+# that starts free; releases after which nobody waits; a turn at the tensor core, which orders work and no data; a copy
 # whose first two coordinates are both 0; fences between products whose registers nobody touched; groups of products
 # that the next wait covers with or without their commit; comparisons of which both answers lead to the same numbers
 # (0 // n, a whole tile that is tested, a row of zeros beyond the end); the wait before a block's first output, which

@@ -1,4 +1,4 @@
-"""Products of what matrix units multiply: right in all shapes, and in pieces that BLAS does in one thread."""
+"""Products of what tensor cores multiply: right in all shapes, and in pieces that BLAS does in one thread."""
 
 from __future__ import annotations
 
