@@ -81,3 +81,14 @@ def test_type_checking_leaves_out_no_file() -> None:
     for listed in re.findall(r"disable_error_code = \[(.*?)\]", settings, re.DOTALL):
         kept = ("attr-defined", "name-defined", "assignment", "import-not-found")
         assert [code for code in kept if f'"{code}"' in listed] == []
+
+
+def test_only_files_of_the_kernel_language_are_checked_for_less() -> None:
+    settings = (ROOT / "pyproject.toml").read_text().partition("[tool.mypy]")[2]
+    overrides = re.findall(r"^module = \[(.*?)\]", settings, re.MULTILINE | re.DOTALL)
+    named = {name for listed in overrides for name in re.findall(r'"(composattn[\w.*]*)"', listed)}
+    assert len(named) > 50
+    sources = {name: ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in named}
+    assert [name for name, path in sources.items() if not path.exists()] == []
+    device = re.compile(r"^(?:import|from) cutlass\b", re.MULTILINE)
+    assert [name for name, path in sources.items() if not device.search(path.read_text())] == []

@@ -1,5 +1,7 @@
 """The backward kernel for Blackwell of rows over 128 wide, and its warp that multiplies."""
 
+from typing import Any
+
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.pipelines import Slot
 from ..fused.kernels.unit_memory.query_lanes import QueryLanes
@@ -70,7 +72,7 @@ class WideProducts(Products):
         self.issue(part, block.operands["ds"], 0, block.across["k"].beside(first), 0)
         block.dq.fill(at.step.at(number))
 
-    def add_transposed(self, target: Columns, left: Operand, stage) -> None:
+    def add_transposed(self, target: Columns, left: Operand, stage: Any) -> None:
         """Columns of `left` become lanes, 128 a product; the right operand is what the threads have left."""
         keys = self.tiling.tile_n
         for n, (first, _) in enumerate(self.map.lane_columns(left.columns)):
@@ -93,5 +95,5 @@ class BlackwellBackwardWide(BlackwellBackward):
         # limits are of the queries that a key sees: one query of a thread is tested as fast by the mask itself
         self.mods = BackwardMods(plan.program, plan.intervals, None, plan.captured, self.arithmetic)
 
-    def group(self, block, lane, thread) -> QueryLanes:
+    def group(self, block: Any, lane: Any, thread: Any) -> QueryLanes:
         return QueryLanes(self, block, lane, thread, fragment_shape(self.tiling.keys))
