@@ -16,14 +16,16 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-all durations bench lint wheel docs vllm fix clean
+.PHONY: help demo recipes test test-of test-all durations reached bench lint wheel docs vllm fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
 	@echo "make recipes   every recipe, one after the other"
 	@echo "make test      the tests; those of the GPU too where there is one"
+	@echo "make test-of   FILES=\"...\": the tests that a change of these files can break"
 	@echo "make test-all  the slow and the nightly ones as well"
 	@echo "make durations measures what each test takes: the slowest wait for the night"
+	@echo "make reached   records which files each test uses, for make test-of"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
 	@echo "make wheel     dist/, looked through, installed into an environment of its own, and the demo run there"
@@ -44,6 +46,12 @@ test: $(VENV)/.test
 	$(SAY) 'tests, $(WORKERS) at a time'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+# FILES unset: those that differ from the last commit.
+test-of: $(VENV)/.test
+	@tests=$$($(PY) -m tests.affected $(or $(FILES),$$(git diff --name-only HEAD))) || exit 1; \
+	printf '\n[%s] %s files of tests\n' "$$(date +%T)" "$$(wc -w <<< "$$tests")"; \
+	[ -z "$$tests" ] || $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS) $$tests
+
 test-all: $(VENV)/.test
 	$(SAY) 'all tests, $(WORKERS) at a time'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m '' $(ARGS)
@@ -51,6 +59,10 @@ test-all: $(VENV)/.test
 durations: $(VENV)/.test
 	$(SAY) 'what each test takes, for tests/durations.json'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal --record-durations
+
+reached: $(VENV)/.test
+	$(SAY) 'which files each test uses, for tests/reached.json'
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal --record-reached
 
 bench: $(VENV)/.bench
 	$(PY) benchmarks/run.py $(ARGS)

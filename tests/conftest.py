@@ -10,6 +10,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ except ImportError:
     pytest.exit("hypothesis is not installed: pip install -e '.[test]' has what the tests are written with", 4)
 
 from composattn.errors import BackendUnavailable
-from tests import durations
+from tests import durations, reached
 from tests.dealing import dealt
 from tests.support import has_gpu_backend, has_kernel_toolchain
 
@@ -34,6 +35,7 @@ NEEDS = {
     "compile": (has_kernel_toolchain, "nvidia-cutlass-dsl is not installed (extra: gpu)"),
 }
 
+RECORDER = pytest.StashKey[reached.Recorder]()
 AT_NIGHT = durations.waits_for_the_night(durations.measured())
 
 for profile in ("fixed", "random"):
@@ -49,6 +51,7 @@ for profile in ("fixed", "random"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="a number, the same inputs at each run; or random, others at each run")
     parser.addoption("--record-durations", action="store_true", help="keep what each test took in tests/durations.json")
+    parser.addoption("--record-reached", action="store_true", help="keep what each test uses in tests/reached.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         drawn = random.SystemRandom().randrange(2**31)
         os.environ["COMPOSATTN_TEST_SEED"] = str(drawn if given == "random" else int(given))
+    if config.getoption("--record-reached"):
+        config.stash[RECORDER] = reached.Recorder()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
@@ -96,6 +101,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = dealt(items, workers, lambda item: item.path, lambda item: (HERE / "compile") in item.path.parents)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """What the body of a test's module asks for is used by its tests."""
+    recorder = collector.config.stash.get(RECORDER, None)
+    recording = recorder.test(collector.path) if recorder and isinstance(collector, pytest.Module) else nullcontext()
+    with recording:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    recorder = item.config.stash.get(RECORDER, None)
+    with recorder.test(item.path) if recorder else nullcontext():
+        return (yield)
+
+
 TAKEN: dict[str, float] = {}  # seconds of a core that each test took, by node id
 
 
@@ -128,6 +149,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
         durations.keep(TAKEN)
+    if recorder := session.config.stash.get(RECORDER, None):
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["reached"] = {name: sorted(files) for name, files in recorder.used.items()}
+        else:
+            reached.keep(recorder.used)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of a parallel run hands what it recorded to the session that began it."""
+    if recorder := node.config.stash.get(RECORDER, None):
+        for name, files in node.workeroutput.get("reached", {}).items():
+            recorder.used.setdefault(name, set()).update(files)
 
 
 def pytest_collection_finish() -> None:
