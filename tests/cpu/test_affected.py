@@ -75,9 +75,3 @@ def test_what_runs_and_what_is_read_is_recorded_and_nothing_else(tmp_path: Path)
     assert reached.recorded(kept) == recorder.used
     reached.keep({}, kept)
     assert reached.recorded(kept) == recorder.used, "what did not run again is known from before"
-
-
-def test_the_record_knows_which_tests_use_a_kernel_that_is_imported_late() -> None:
-    record = reached.recorded()
-    using = {name for name, files in record.items() if "composattn/backends/hopper/forward.py" in files}
-    assert "tests/compile/test_emulated.py" in using and "tests/cpu/test_merge_states.py" not in using
