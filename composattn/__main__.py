@@ -159,7 +159,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
     from composattn.backends.fused.rewrites import residues
     from composattn.backends.fused.running.call import FusedCall
     from composattn.call.problem import softmax_scale
-    from composattn.dispatch.planned import check_captures, refuse_gradient
+    from composattn.dispatch.captured import check_captures
+    from composattn.dispatch.planned import refuse_gradient
 
     options.device = options.device or "cpu"
     target, folder, attention = target_from(options), folder_from(options), attention_from(options)

@@ -11,7 +11,7 @@ from . import errors
 from .analysis.derived import refresh
 from .analysis.program import Program
 from .call.problem import Problem, softmax_scale
-from .dispatch.planned import check_captures
+from .dispatch.captured import check_captures
 from .graph.evaluate import Env, evaluate
 from .graph.least_score import LEAST_SCORE
 from .mods.mask import Mask

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -155,13 +156,36 @@ class House:
 
     def imports(self, *, for_types: bool = False) -> list[Import]:
         """Imports from one room into another one, each once per pair of files."""
+        known = [Import(self.files[by], self.files[of]) for by, of in self._pairs(for_types)]
+        return [found for found in known if found.by.room != found.of.room]
+
+    def _pairs(self, for_types: bool | None) -> list[tuple[str, str]]:
+        """Every file with every file of the package that it imports, or takes a name from."""
         pairs = {
             (file.module, name if name in self.files else name.rpartition(".")[0])
             for file in self.files.values()
             for name in file.imports(for_types=for_types)
         }
-        known = [Import(self.files[by], self.files[of]) for by, of in sorted(pairs) if of in self.files]
-        return [found for found in known if found.by.room != found.of.room]
+        return sorted((by, of) for by, of in pairs if of in self.files and of != by)
+
+    def circles(self, *, with_types: bool = False) -> list[list[str]]:
+        """The groups of files that import each other, straight or through others; `with_types`: for types alone too."""
+        imported: dict[str, set[str]] = {module: set() for module in self.files}
+        for by, of in self._pairs(None if with_types else False):
+            imported[by].add(of)
+        reached = {module: _reached(module, imported) for module in self.files}
+        circles = {tuple(sorted(m for m in reached[of] if of in reached[m])) for of in self.files if of in reached[of]}
+        return [list(circle) for circle in sorted(circles)]
+
+    def wings(self, package: str = "composattn.backends.fused") -> dict[str, set[str]]:
+        """What lies in a package, folders and files, with what else there each imports when it runs."""
+        inside = [module for module in self.files if module.startswith(f"{package}.")]
+        wing = {module: module.removeprefix(f"{package}.").split(".")[0] for module in inside}
+        found: dict[str, set[str]] = {name: set() for name in wing.values()}
+        for by, of in self._pairs(False):
+            if by in wing and of in wing and wing[by] != wing[of]:
+                found[wing[by]].add(wing[of])
+        return found
 
     def upward(self, *, for_types: bool = False) -> list[Import]:
         return [found for found in self.imports(for_types=for_types) if found.points_up]
@@ -190,11 +214,43 @@ class House:
         return max(found for file in self.files.values() for found in file.functions())
 
 
+def _reached(module: str, imported: dict[str, set[str]]) -> set[str]:
+    """All that a file imports, straight or through others: itself too, if it stands in a circle."""
+    found: set[str] = set()
+    waiting = list(imported[module])
+    while waiting:
+        of = waiting.pop()
+        if of not in found:
+            found.add(of)
+            waiting += imported[of]
+    return found
+
+
+def floors(imported: dict[str, set[str]]) -> list[set[str]]:
+    """Who imports whom, from the ground up: each stands above all that it imports. Raises: `CycleError`."""
+    order = TopologicalSorter(imported)
+    order.prepare()
+    found = []
+    while order.is_active():
+        ready = order.get_ready()
+        found.append(set(ready))
+        order.done(*ready)
+    return found
+
+
+def _floors_of(imported: dict[str, set[str]]) -> str:
+    try:
+        return str(len(floors(imported)))
+    except CycleError:
+        return "in a circle"
+
+
 def table(house: House) -> str:
     """What the house is like, in Markdown."""
     imports, upward, typed = house.imports(), house.upward(), house.imports(for_types=True)
     arrows = {(found.by.room, found.of.room) for found in imports}
     longest, name = house.longest_function()
+    wings, circles = house.wings(), f"{len(house.circles())}, {len(house.circles(with_types=True))}"
     rows = {
         "lines": f"{sum(file.lines for file in house.files.values()):,}",
         **{f"lines, {room}": f"{lines:,}" for room, lines in house.lines_by_room().items()},
@@ -203,6 +259,8 @@ def table(house: House) -> str:
         "imports between rooms": f"{len(imports)}",
         "imports that point upward": f"{len(upward)}",
         "imports for types alone: between rooms, upward": f"{len(typed)}, {sum(t.points_up for t in typed)}",
+        "circles of files: when it runs, with imports for types": circles,
+        "wings of backends/fused, floors": f"{len(wings)}, {_floors_of(wings)}",
         "imports by a name given at run time": f"{sum(file.imports_by_name() for file in house.files.values())}",
         "share of the backends that another architecture need not write": f"{house.shared_by_architectures():.0%}",
         "longest function": f"{longest} lines, `{name}`",

@@ -21,9 +21,10 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..graph.expr import Expr, const, index, substitute
+from ..graph.expr import Expr, const, index
 from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
 from ..graph.ops import apply
+from ..graph.rebuilt import substitute
 from .row_limits import ALL_KEYS, RowLimits, most_keys, without_gaps
 from .row_range import ROW, TILE, RowRange
 from .saturated import saturated

@@ -15,8 +15,9 @@ import torch
 
 from ..errors import CapturedIndexOutOfRange
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Dep, Expr, const, index, substitute, walk
+from ..graph.expr import Dep, Expr, const, index, walk
 from ..graph.ops import apply
+from ..graph.rebuilt import substitute
 from .derived import Derived
 from .program import Program
 from .tiles import EMPTY, tiles

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..graph.expr import DType, Expr, const, index, substitute
+from ..graph.expr import DType, Expr, const, index
 from ..graph.linear import Linear, forget, linear
 from ..graph.ops import apply
+from ..graph.rebuilt import substitute
 
 
 def residues(mask: Expr) -> tuple[int, Expr]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..graph.expr import Expr, const, index, read, substitute, walk
+from ..graph.expr import Expr, const, index, read, walk
 from ..graph.linear import linear
+from ..graph.rebuilt import substitute
 from .matches import Matches
 from .matches import without_gaps as are_without_gaps
 from .solve import Conjunction, Constraint, High, Low

@@ -9,9 +9,10 @@ values fit and stay as they are.
 
 from __future__ import annotations
 
-from ..graph.expr import DType, Expr, const, rebuild, walk
+from ..graph.expr import DType, Expr, const, walk
 from ..graph.linear import INT64, Linear, added_up, bounds, linear
 from ..graph.ops import apply
+from ..graph.rebuilt import rebuild
 
 _SUMS = ("add", "sub", "neg", "mul", "lshift")
 _LEAST, _MOST = INT64

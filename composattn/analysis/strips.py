@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Dep, Expr, const, index, substitute, walk
+from ..graph.expr import Dep, Expr, const, index, walk
 from ..graph.ops import apply
+from ..graph.rebuilt import substitute
 from .residues import terms
 
 QUERIES = 16  # columns of a strip

@@ -15,14 +15,13 @@ import torch
 from .. import errors
 from ..analysis.program import Program
 from ..call.autograd import Differentiable
-from ..call.inputs import Asked, Inputs
+from ..call.inputs import Asked, Inputs, Outputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..graph.lent import Lending
 from . import blackwell, hopper, reference, streaming
 from .fused.rewrites import residues
 from .fused.running.call import FusedCall
-from .fused.running.launch import Outputs
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.tiles.target import TARGETS, Target
 

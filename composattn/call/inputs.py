@@ -1,4 +1,4 @@
-"""What one call is given: q, k and v, and where their sequences lie, as one value."""
+"""What one call is given, q, k and v and where their sequences lie, as one value; and what it gives back."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Asked(NamedTuple):
 
 
 OUT_ALONE = Asked(False, False)
+Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
 
 
 class InputOptions(TypedDict, total=False):

@@ -15,7 +15,8 @@ from ..graph import copies
 from ..graph.lent import Lending
 from ..mods.mask import Mask
 from . import operators
-from .planned import Options, Planned, refuse_flattened
+from .captured import refuse_flattened
+from .planned import Options, Planned
 from .serialized import Mods, Serialized, serialize
 
 

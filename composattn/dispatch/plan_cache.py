@@ -28,7 +28,8 @@ from ..mods.mask import Mask
 from ..mods.mod import told
 from ..mods.score import Score
 from ..mods.sink import Sink
-from .planned import Options, Planned, refuse_flattened
+from .captured import refuse_flattened
+from .planned import Options, Planned
 
 LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
 CachedPlan = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs

@@ -7,7 +7,7 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,20 +16,17 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from .. import backends, errors
-from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
-from ..analysis.short_reads import refuse_short_reads
-from ..backends.fused.running.launch import Outputs
 from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag
-from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
-from ..call.problem import Problem, refuse_foreign, softmax_scale, undense
+from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
+from ..call.problem import Problem, softmax_scale
 from ..call.schedule import AUTO, Schedule
-from ..graph.expr import Expr, walk
 from ..graph.forms import of_these_forms
 from ..graph.lent import Lending
 from . import transforms
+from .captured import check_captures
 from .contents import check_call
 from .serialized import Serialized
 
@@ -186,6 +183,10 @@ class Planned:
             call = self._planned[key] = self._plan(planned)
         return call
 
+    def with_program(self, program: Program) -> Planned:
+        """A plan of other graphs with these options, which knows no forms yet."""
+        return Planned(program, self.options)
+
     def check_again(self) -> None:
         """Lets the next call of each form check what its mods read; what was planned stays."""
         self._prepared.clear()
@@ -224,73 +225,3 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
             "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
         )
-
-
-def check_captures(program: Program, problem: Problem) -> None:
-    """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
-
-    Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `ModShapeMismatch` for mods of more heads or
-    sequences, `CapturedIndexOutOfRange` for a tensor that is shorter than what is read of it.
-    """
-    for capture in program.captures:
-        if isinstance(capture, Table):
-            _check_blocks(capture, problem)
-        tensor = capture.tensor
-        refuse_foreign("a captured tensor", tensor)
-        lies = undense(tensor)
-        if lies is not None:
-            raise errors.UnsupportedCapture(f"a captured tensor is {lies[0]}; capture a dense one: .{lies[1]}")
-        if tensor.device != problem.device:
-            raise errors.DeviceMismatch(
-                f"a captured tensor of shape {tuple(tensor.shape)} lies on {tensor.device}, q on {problem.device}; "
-                + _way_to(problem.device, tensor)
-            )
-        if tensor.ndim and tensor.numel() == 0:
-            raise errors.UnsupportedCapture(f"a captured tensor of shape {tuple(tensor.shape)} has nothing to read")
-    if program.sink is not None:
-        _check_sink(program.sink, problem)
-    sizes = {"b": problem.batch, "h": problem.q_heads}
-    refuse_other_sizes(program, sizes)
-    if problem.layout.is_dense and problem.q_len and problem.kv_len:
-        sizes |= {"q": problem.q_len, "kv": problem.kv_len}
-    refuse_short_reads(program, sizes, problem.device)
-
-
-def _check_sink(sink: Expr, problem: Problem) -> None:
-    """Raises `ShapeMismatch` where there are sinks of another number of heads."""
-    for node in walk(sink):
-        if node.op == "read" and node.attr.tensor.shape[-1] != problem.q_heads:
-            raise errors.ShapeMismatch(
-                f"sinks has {node.attr.tensor.shape[-1]} numbers for {problem.q_heads} query heads; it needs one each"
-            )
-
-
-def _way_to(device: torch.device, tensor: torch.Tensor) -> str:
-    if tensor.device.type == "meta":
-        return (
-            "it was captured before its module got memory; let ca.nn.Attention read it by name at each call, or make "
-            "the ca.Attention after to_empty() and loading"
-        )
-    return f'move it: tensor.to("{device}"), or let ca.nn.Attention read it by name at each call'
-
-
-def _check_blocks(table: Table, problem: Problem) -> None:
-    """Raises `BlockMaskMismatch` for blocks of another call; of packed sequences the lengths may be anything."""
-    layout = problem.layout
-    q_len = problem.q_len if layout.q == "dense" else None
-    kv_len = problem.kv_len if layout.kv == "dense" else None
-    table.check(problem.batch, problem.q_heads, q_len, kv_len)
-
-
-def refuse_flattened(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises `CapturedTensorChanged` for a parameter that `FullyShardedDataParallel` took out of its module.
-
-    It puts views of one flat parameter in its place, whose gradient alone it gathers.
-    """
-    for tensor in tensors:
-        if getattr(tensor, "_fsdp_flattened", False):
-            raise errors.CapturedTensorChanged(
-                f"a captured parameter of shape {tuple(tensor.shape)} was made a part of a flat one by "
-                "FullyShardedDataParallel, which would not train it; use ca.nn.Attention, or mods made in forward, "
-                "that read it from the module by name at each call"
-            )

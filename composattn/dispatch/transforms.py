@@ -39,10 +39,12 @@ from ..call.inputs import Inputs
 from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
 from ..graph.dynamo import is_written_down
-from ..graph.expr import Capture, Expr, const, index, read, rebuild, size, walk
+from ..graph.expr import Capture, Expr, const, index, read, size, walk
 from ..graph.form import Formed
 from ..graph.moved import Unchanged
 from ..graph.ops import apply
+from ..graph.rebuilt import rebuild
+from .captured import check_captures
 from .contents import check_reads
 
 if TYPE_CHECKING:
@@ -92,8 +94,6 @@ def attend(
 def _attend(
     attention: Planned, inputs: Inputs, return_max_scores: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .planned import check_captures
-
     problem = attention.problem(inputs)
     program = attention.program
     captures, numbers = program.read_by_mods
@@ -251,9 +251,7 @@ def _planned(call: TransformedCall, captured: Sequence[Any]) -> Planned:
         mods = [e if e is None or held else _rewritten(e, stand) for e in call.mods]
         if len(known) >= _PLANS_LIMIT:
             known.clear()
-        from .planned import Planned
-
-        found = known[call.mods] = Planned(Program(*mods), attention.options)
+        found = known[call.mods] = attention.with_program(Program(*mods))
     return found  # type: ignore[no-any-return]
 
 

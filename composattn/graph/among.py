@@ -6,8 +6,9 @@ has some of more, as after `shifted`. Neither computes anything: `plain` takes b
 
 from __future__ import annotations
 
-from .expr import Expr, transform, walk
+from .expr import Expr, walk
 from .ops import apply
+from .rebuilt import transform
 
 
 def among(index: Expr, count: int | None) -> Expr:

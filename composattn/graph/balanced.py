@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .expr import DEEP, DType, Expr, rebuild, walk
+from .expr import DEEP, DType, Expr, walk
 from .ops import apply
+from .rebuilt import rebuild
 
 
 def balanced(expr: Expr) -> Expr:

@@ -1,8 +1,7 @@
-"""Who follows what is run; and where mods begin that Dynamo follows, taught to it the first time there is one."""
+"""Who follows what is run, and where mods begin that Dynamo follows."""
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -36,19 +35,3 @@ HANDED_OVER: set[types.CodeType] = set()
 def read(fn: Callable[..., Any], trace: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
     """(form, leaves) of a mod in a compiled region, by `trace`: `followed.read`, which Dynamo calls instead."""
     raise AssertionError("only what Dynamo follows is read here")
-
-
-def teach_dynamo() -> bool:
-    """Has Dynamo hand mods over; run for real while Dynamo traces, as a function that is constant to it."""
-    from .followed import install
-
-    with _lock:
-        if not _taught:
-            install()
-            _taught.append(True)
-    return True
-
-
-_taught: list[bool] = []
-_lock = threading.Lock()
-teach_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets

@@ -10,7 +10,7 @@ import enum
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -303,34 +303,6 @@ def walk(*roots: Expr) -> Iterator[Expr]:
                 for a in node.args[::-1]:
                     if a not in seen:
                         stack.append((a, False))
-
-
-def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """`node` with other arguments, retyped by its row."""
-    from .ops import apply
-
-    if node.op == "read":
-        return read(node.attr, args)
-    if node.op == "size":
-        return node
-    return apply(node.op, *args, attr=node.attr) if args else node
-
-
-def transform(root: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
-    """`root` with every node for which `leaf` gives a replacement replaced, and its users rebuilt."""
-    done: dict[int, Expr] = {}
-    for node in walk(root):
-        new = leaf(node)
-        if new is None:
-            args = tuple(done[id(a)] for a in node.args)
-            new = node if all(x is y for x, y in zip(args, node.args, strict=True)) else rebuild(node, args)
-        done[id(node)] = new
-    return done[id(root)]
-
-
-def substitute(root: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
-    """`root` with leaves replaced, e.g. `{score(): other}`."""
-    return transform(root, replacements.get)
 
 
 def inputs(*roots: Expr) -> tuple[tuple[Capture, ...], tuple[Any, ...]]:

@@ -30,6 +30,7 @@ from . import dynamo, expr, proxies, scalar, torch_functions, vectors
 from .expr import Capture, Expr
 from .form import Numbers, form_of, refused
 from .proxies import Symbolic, nodes_made
+from .rebuilt import transform
 from .refusals import OWN_BACKWARD, pending, refuse, user_line
 from .scalar import Scalar
 from .trace import FORM, GUARD, SHAPE_QUESTIONS
@@ -327,7 +328,7 @@ def _with_numbers(graph: Expr, reading: Reading) -> Expr:
         held = Numbers.of(node.attr.tensor)
         return expr.read(held, node.args) if node.op == "read" else expr.size(held, node.args[0].attr)
 
-    return expr.transform(graph, written)
+    return transform(graph, written)
 
 
 def _function(fn: Any) -> Any:

@@ -26,10 +26,11 @@ import torch
 from .. import errors
 from ..errors import ComposattnError, UnreadableProgram
 from .dynamo import is_traced
-from .expr import Capture, DType, Expr, const, index, read, score, size, substitute, walk
+from .expr import Capture, DType, Expr, const, index, read, score, size, walk
 from .lent import capture_of
 from .ops import apply
 from .proxies import as_expr
+from .rebuilt import substitute
 
 INDICES = ("b", "h", "q", "kv", "q_len", "kv_len")
 

@@ -13,12 +13,13 @@ import torch
 
 from ..errors import InvalidModArgument
 from ..graph.copies import copy_of
-from ..graph.dynamo import is_traced, teach_dynamo
+from ..graph.dynamo import is_traced
 from ..graph.expr import const, size
 from ..graph.lent import capture_of
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
+from ..graph.taught import teach_dynamo
 from .arguments import (
     Number,
     aligned,

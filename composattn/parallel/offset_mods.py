@@ -18,8 +18,9 @@ import torch
 from ..analysis.derived import refresh
 from ..call.block_sparse import Table
 from ..call.sequences import Varlen, rows_in_use
-from ..graph.expr import Capture, Dep, Expr, captures, const, index, read, substitute, transform
+from ..graph.expr import Capture, Dep, Expr, captures, const, index, read
 from ..graph.ops import apply
+from ..graph.rebuilt import substitute, transform
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod

@@ -12,7 +12,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.graph.expr import const, index, substitute
+from composattn.graph.expr import const, index
+from composattn.graph.rebuilt import substitute
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, padding, prefix_lm, sliding_window
 from composattn.mods.score import Score

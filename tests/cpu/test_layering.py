@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.rooms import FLOOR_OF, ROOT, File, House, room_of, table
+from tests.rooms import FLOOR_OF, ROOT, File, House, floors, room_of, table
 
 
 def within(name: str, *packages: str) -> bool:
@@ -167,6 +167,44 @@ def test_rooms_are_counted_by_who_imports_whom_when_it_runs() -> None:
     assert house.shared_by_architectures() == 0.75
     assert house.longest_function() == (3, "composattn.graph.expr.f")
     assert "| imports by a name given at run time | 1 |" in table(house)
+
+
+def test_circles_are_found_in_functions_and_through_other_files() -> None:
+    files = (
+        File("composattn.a", "def f():\n    from .b import g\n    return g\n"),
+        File("composattn.b", "from . import c\n"),
+        File("composattn.c", "from .a import f\n"),
+        File("composattn.d", "from .a import f\nif TYPE_CHECKING:\n    from .e import h\n"),
+        File("composattn.e", "from .d import f\n"),
+    )
+    house = House({file.module: file for file in files})
+    assert house.circles() == [["composattn.a", "composattn.b", "composattn.c"]]
+    assert house.circles(with_types=True)[1:] == [["composattn.d", "composattn.e"]]
+
+
+def test_no_files_import_each_other_when_they_run() -> None:
+    assert House.at(ROOT).circles() == []
+
+
+def test_few_files_know_each_other_for_types() -> None:
+    assert len(House.at(ROOT).circles(with_types=True)) <= 6
+
+
+def test_wings_stand_above_what_they_import() -> None:
+    files = (
+        File("composattn.backends.fused", "from .top import x\n", is_package=True),
+        File("composattn.backends.fused.top.x", "from ..middle.y import g\n"),
+        File("composattn.backends.fused.middle.y", "def f():\n    from ..ground import z\n    return z\n"),
+        File("composattn.backends.fused.ground.z", "a = 1\n"),
+        File("composattn.backends.fused.apart", "a = 1\n"),
+    )
+    assert floors(House({file.module: file for file in files}).wings()) == [{"ground", "apart"}, {"middle"}, {"top"}]
+
+
+def test_what_generated_kernels_share_has_few_wings_and_floors() -> None:
+    wings = House.at(ROOT).wings()
+    assert len(wings) <= 6
+    assert len(floors(wings)) <= 5
 
 
 def test_most_of_the_backends_serves_another_architecture() -> None:

@@ -9,7 +9,8 @@ import torch
 from ....analysis.program import Program
 from ....analysis.tile_lists import QueryLists, reason_for_lists
 from ....call.problem import Problem
-from ....graph.expr import Dep, index, substitute
+from ....graph.expr import Dep, index
+from ....graph.rebuilt import substitute
 from ..tiles.order import exchanged, mirror
 from ..tiles.stretches import falls_apart
 from ..tiles.tiling import BackwardTiling

@@ -10,22 +10,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ....analysis.program import Program
 from ....analysis.residues import of_residue, residues
 from ....call.autograd import BackwardInputs, Grads, Results, attend
-from ....call.inputs import Asked, Inputs
+from ....call.inputs import Asked, Inputs, Outputs
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
 from ....graph.expr import Capture, Dep, Expr
 from ....graph.lent import Lending
-from ..running.call import FusedCall
-from ..running.launch import Outputs
 from ..tiles.order import keys_of_a_query
+
+if TYPE_CHECKING:
+    from ..running.call import FusedCall
 
 LEAST = 128  # queries and keys of a residue: fewer fill no tile
 MOST = 4  # calls in place of one: each costs the host as much as a call does
@@ -33,7 +34,7 @@ MOST = 4  # calls in place of one: each costs the host as much as a call does
 # do forward and 75 with a backward (kernels that do nothing, on a CPU; a whole call takes 3 and 29)
 LONG = 2e10
 
-Make = Callable[[Problem, Program, float], FusedCall]
+Make = Callable[[Problem, Program, float], "FusedCall"]
 
 
 class Group(NamedTuple):

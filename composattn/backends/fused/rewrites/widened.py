@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 
 from ....analysis.program import Program
 from ....call.problem import Problem
-from ....graph.expr import DType, Expr, rebuild, walk
+from ....graph.expr import DType, Expr, walk
 from ....graph.linear import OF_TYPE, POSITIONS, UNKNOWN, Bounds, Ranges
 from ....graph.ops import apply
+from ....graph.rebuilt import rebuild
 
 _GROWING = ("add", "sub", "neg", "mul", "pow", "lshift", "abs")  # all others stay within their arguments
 

@@ -13,7 +13,7 @@ from ....analysis.derived import Derived, behind
 from ....analysis.graphs import numbers_now
 from ....analysis.program import Program
 from ....call.autograd import BackwardInputs, Grads, Results, attend
-from ....call.inputs import Asked, Inputs
+from ....call.inputs import Asked, Inputs, Outputs
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
@@ -25,7 +25,7 @@ from ..rewrites.widened import widened
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
 from .gradient import FusedGradient
-from .launch import ForwardLauncher, Outputs
+from .launch import ForwardLauncher
 from .launch_backward import SinkGradient
 from .settled import Settled, settles
 

@@ -10,6 +10,7 @@ import torch
 
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
+from ....call.inputs import Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
 from ....graph.lent import Lending, current
@@ -21,8 +22,6 @@ from ..tiles.work import StretchTables
 from .bulk import readable
 from .captured import Reads
 from .counter import counter_of
-
-Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
 
 
 class ForwardLauncher:

@@ -16,7 +16,8 @@ from ....analysis.derived import Derived, derive
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....graph.evaluate import Env, evaluate_all
-from ....graph.expr import Dep, Expr, index, inputs, substitute
+from ....graph.expr import Dep, Expr, index, inputs
+from ....graph.rebuilt import substitute
 
 # Rows of sequences above which stretches are looked for, by 176 small kernels for each new mask: a backward of 4k gains
 # 2 to 6 % (20 to 70 µs), one of 2k 2 to 3
