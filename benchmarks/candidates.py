@@ -10,22 +10,26 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from benchmarks.cases import Case, Direction, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, NotServed
+from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
-from composattn.backends.fused.tiles.traits import padded
-from composattn.backends.hopper import backward_choice
 from composattn.backends.hopper.backward_choice import backward_tiling
-from composattn.backends.hopper.backward_keys_apart import KeysApart
+from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
+from composattn.backends.hopper.backward_class import BackwardClass, backward_class
+from composattn.backends.hopper.backward_forms import Facts
+from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
+from composattn.backends.hopper.backward_table import Form as BackwardForm
+from composattn.backends.hopper.backward_table import form_of
+from composattn.backends.hopper.backward_table import serves as backward_serves
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import FORMS, Form, serves
+from composattn.backends.hopper.forward_table import FORMS, Form, row_of, serves
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -33,12 +37,8 @@ from composattn.mods.score import Score
 Choose = Callable[..., Any]
 
 
-def _widest(problem: Problem) -> int:
-    return max(padded(problem.head_dim), padded(problem.head_dim_v))
-
-
-def class_of_case(case: Case) -> CallClass:
-    """What kind of call the forward of a dense case is."""
+def _call(case: Case) -> tuple[Problem, Program]:
+    """What a dense case computes, with gradients of what its mods learn."""
     pattern = case.pattern(case, torch.device("cpu"))
     score, mask = pattern.score_mod, pattern.mask_mod
     program = Program(None if score is None else Score.of(score).expr, None if mask is None else Mask.of(mask).expr)
@@ -46,7 +46,25 @@ def class_of_case(case: Case) -> CallClass:
         case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim, case.dtype,
         torch.device("cpu"),
     )  # fmt: skip
-    return forward_class(problem, program, HOPPER)
+    reads = fused_reads(program) if case.direction == "backward" else {}
+    return problem, GradientProgram(program, reads) if any(reads.values()) else program
+
+
+def class_of_case(case: Case) -> CallClass:
+    """What kind of call the forward of a dense case is."""
+    return forward_class(*_call(case), HOPPER)
+
+
+def backward_class_of_case(case: Case) -> BackwardClass:
+    """What kind of call the backward of a dense case is, with dQ in any order."""
+    return backward_class(*_call(case), HOPPER, False)
+
+
+def form_of_case(case: Case) -> str:
+    """Which candidate the chosen form of a case is: no other call times it."""
+    if case.direction == "forward":
+        return str(row_of(class_of_case(case)).form)
+    return str(form_of(backward_class_of_case(case)))
 
 
 def _of_form(form: Form) -> Choose:
@@ -59,65 +77,20 @@ def _of_form(form: Form) -> Choose:
     return choose
 
 
-def _by_facts(**facts: Any) -> Choose:
-    """The backward of a call of which these facts are said to be so."""
+def _of_backward_form(form: BackwardForm) -> Choose:
+    """The backward of a call by a form of the table, whatever rows are its."""
 
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
-        if _widest(problem) > 128:
-            return None
-        call = KeysApart(problem, program, target, deterministic)
-        call.__dict__.update(facts)
-        return call.tiling
-
-    return choose
-
-
-def _each_block(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
-    if _widest(problem) > 128:
-        return None
-    call = KeysApart(problem, program, target, deterministic)
-    call.__dict__["_without_held"] = call._each_block
-    return call.tiling
-
-
-def _tile_of(rows: int) -> Choose:
-    facts = {"tall": rows == 128, "wide": rows == 80}
-
-    def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
-        d = padded(problem.head_dim)
-        fits = {128: _widest(problem) <= 64, 80: d == 128, 64: True}
-        return _by_facts(**facts, way={})(problem, program, target, deterministic) if fits[rows] else None
-
-    return choose
-
-
-def _of_shared_keys(exchanges: bool) -> Choose:
-    def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
-        if not 128 < _widest(problem) <= 256:
-            return None
-        d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-        if exchanges and (d, dv) not in ((160, 160), (192, 128), (192, 192), (256, 256)):
-            return None
-        with mock.patch.object(backward_choice, "_exchanges", lambda *_: exchanges):
-            return backward_tiling(problem, program, target, deterministic)
+        call = backward_class(problem, program, target, deterministic)
+        facts = Facts(problem, program, target, call)
+        return backward_of_form(form, facts) if backward_serves(form, call) else None
 
     return choose
 
 
 CANDIDATES: dict[Direction, dict[str, Choose]] = {
     "forward": {str(form): _of_form(form) for form in FORMS},
-    "backward": {
-        "64 queries": _tile_of(64),
-        "80 queries": _tile_of(80),
-        "128 queries": _tile_of(128),
-        "a block a tile": _each_block,
-        "plain dQ": _by_facts(way={}),
-        "no short rows": _by_facts(short_rows=0),
-        "no halves": _by_facts(halves=False),
-        "dQ from registers": _by_facts(sends=False, wide=False),
-        "shared keys": _of_shared_keys(False),
-        "exchange": _of_shared_keys(True),
-    },
+    "backward": {str(form): _of_backward_form(form) for form in BACKWARD_FORMS},
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}
 _CHOSEN: dict[Direction, Choose] = {"forward": forward_tiling, "backward": backward_tiling}

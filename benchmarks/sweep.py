@@ -23,13 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks import turns
-from benchmarks.candidates import CANDIDATES, class_of_case
+from benchmarks.candidates import CANDIDATES, form_of_case
 from benchmarks.cases import Case, Pattern
 from benchmarks.implementations import OURS, available
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, save
 from benchmarks.shapes import drawn
-from composattn.backends.hopper.forward_table import row_of
 
 PEERS = ("torch cuDNN", "flash-attn-4")
 OTHERWISE = "FlexAttention"  # seconds to compile: where no other peer serves
@@ -62,12 +61,15 @@ def waves(cases: list[Case]) -> Iterator[list[Case]]:
         yield wave
 
 
-def of_forms(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Milliseconds of each shape's forms, the chosen one by its own name."""
+def of_forms(rows: list[Row], steady: float = math.inf) -> dict[str, dict[str, float]]:
+    """Milliseconds of each shape's forms, the chosen one by its own name.
+
+    Times that spread by more than `steady` are left out: of calls that are over before the host has issued the next.
+    """
     took: dict[str, dict[str, float]] = {}
     for row in rows:
-        form = row.get("form", OURS) if row["impl"] == OURS else row["impl"].removeprefix(f"{OURS}: ")
-        if "ms" in row and (row["impl"] == OURS or form != row["impl"]):
+        form = row["form"] if "form" in row else row["impl"].removeprefix(f"{OURS}: ")
+        if "ms" in row and row["impl"].startswith(OURS) and form not in (None, OURS) and row["spread"] <= steady:
             took.setdefault(row["row"], {})[form] = row["ms"]
     return took
 
@@ -153,10 +155,8 @@ def main() -> None:
                 break
             try:
                 timed = turns.timed(case, holders[case.name], told[case.name], options)
-                if case.direction == "forward":  # which candidate the chosen one is: no other call times it
-                    form = str(row_of(class_of_case(case)).form)
-                    timed = [row | {"form": form} if row["impl"] == OURS else row for row in timed]
-                result["rows"] += timed
+                form = form_of_case(case)
+                result["rows"] += [row | {"form": form} if row["impl"] == OURS else row for row in timed]
             except turns.Raised as error:
                 print(f"{case.name}: {error}", flush=True)
         save(result, options.out)

@@ -53,9 +53,32 @@ def classed(
     return class_of(dataclasses.replace(problem, **fields), program, HOPPER, direction, rows=64, heads=heads)
 
 
-@pytest.mark.parametrize("mask", Mask)
+@pytest.mark.parametrize("mask", MASKS)
 def test_masks_are_of_the_kind_that_decides_how_they_run(mask: Mask) -> None:
     assert classed(mask=MASKS[mask]).mask is mask
+
+
+LONG_IDS = torch.arange(8192) // 1000
+OF_KEYS: dict[Mask, Any] = {
+    Mask.NONE: None,
+    Mask.ENDS: lambda b, h, q, kv: q >= kv,
+    Mask.BOUNDS: MASKS[Mask.BOUNDS],
+    Mask.TESTED: MASKS[Mask.TESTED],
+    Mask.OPAQUE: MASKS[Mask.OPAQUE],
+    Mask.READ: lambda b, h, q, kv: kv < LONG_IDS[b],
+    Mask.LISTED: lambda b, h, q, kv: TABLE[q % 512, kv % 512] > 0,
+    Mask.DOCUMENTS: lambda b, h, q, kv: (LONG_IDS[q] == LONG_IDS[kv]) & (q >= kv),
+    Mask.WHOLE: lambda b, h, q, kv: LONG_IDS[q] == LONG_IDS[kv],
+}
+
+
+@pytest.mark.parametrize("mask", OF_KEYS)
+def test_masks_are_of_the_kind_that_decides_which_queries_see_a_key(mask: Mask) -> None:
+    assert classed(mask=OF_KEYS[mask], direction="backward", q_len=8192, kv_len=8192).mask is mask
+
+
+def test_every_kind_of_mask_is_some_calls() -> None:
+    assert {*MASKS, *OF_KEYS} == set(Mask)
 
 
 @pytest.mark.parametrize("mods", SCORES, ids=str)

@@ -8,7 +8,7 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import HOPPER
-from .backward_choice import backward_tiling
+from .backward_choice import backward_tiling, backward_words
 from .forward_choice import forward_tiling, forward_words
 
 
@@ -61,4 +61,5 @@ ARCHITECTURE = Architecture(
     backward_tiling=backward_tiling,
     kernels=_kernels,
     forward_words=forward_words,
+    backward_words=backward_words,
 )

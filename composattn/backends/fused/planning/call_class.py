@@ -17,16 +17,29 @@ from ....graph.multiples import is_of_score
 from ..tiles.order import keys_of_a_query, queries_of_a_key
 from ..tiles.target import Target
 from ..tiles.tiling import query_tiles, slots
-from ..tiles.traits import has_costly_test, has_opaque_test, is_line, keys, padded, queries, reads_pairs, sums_by
+from ..tiles.traits import (
+    bounds_queries,
+    has_costly_test,
+    has_opaque_test,
+    is_line,
+    keys,
+    padded,
+    queries,
+    reads_any,
+    reads_pairs,
+    sums_by,
+)
 from ..tiles.work import captured_decide
+from .coverage import end_together, has_documents_apart, has_whole_documents
 
 Direction = Literal["forward", "backward"]
 Order = Literal["any", "fixed", "batch-invariant"]  # of sums: "fixed" is a deterministic gradient's
 LayoutKind = Literal["dense", "packed", "paged", "mixed"]
 
 # Rows see, and sequences have, up to so many keys; ways to cut calls cross at some of them. A tile of 128 queries of a
-# causal call visits 64 keys more than half of them in the mean, so that one of 2k is in the class up to 1,152
-BANDS = (128, 256, 512, 1152, 2304, 4224, 8448, 16384)
+# causal call visits 64 keys more than half of them in the mean: one of 1k is in the class up to 576, 2k in that up to
+# 1,152, 3k in that up to 1,600
+BANDS = (128, 256, 512, 576, 768, 1152, 1600, 2304, 4224, 8448, 16384)
 BEYOND = 1 << 31
 
 
@@ -38,12 +51,12 @@ class Mods(enum.Enum):
     OF_SCORE = "a curve of the score"  # and of nothing else: soft caps
     OTHER = "another score mod"
     PAIRS = "a score mod that reads at (q, kv)"
-    LEARNED = "a score mod whose tensors have gradients"
+    LEARNED = "a score mod whose tensors have gradients"  # and no line
     DROPOUT = "dropout"
 
 
 class Mask(enum.Enum):
-    """Which keys rows see. A call is of the last of these that is true of it."""
+    """Which keys rows see. A forward is of the last of these that is true of it; a backward see `mask_of_keys`."""
 
     NONE = "no mask"
     BOUNDS = "bounds on positions"  # causal, windows, prefixes
@@ -51,6 +64,11 @@ class Mask(enum.Enum):
     OPAQUE = "a test of pairs"  # no bound on the keys: tables, neighbourhoods
     RUNS = "several runs of keys"
     DOCUMENTS = "tensors say where keys begin or end"
+    # which queries see a key, in a backward alone
+    ENDS = "bounds that end with the last queries"  # causal, prefixes
+    READ = "bounds that are read"
+    LISTED = "a test of tensors, listed"
+    WHOLE = "documents seen whole"
 
 
 class Work(enum.Enum):
@@ -71,7 +89,7 @@ class CallClass:
     copy takes up to twice as long where they are not. `packs`: query heads share the rows of a tile. `seen`: keys that
     a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
     the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
-    or less.
+    or less; in a backward tiles of 128 queries have a tenth more of them.
     """
 
     direction: Direction
@@ -91,6 +109,10 @@ class CallClass:
     @property
     def widest(self) -> int:
         return max(self.d, self.dv)
+
+    @property
+    def square(self) -> bool:
+        return self.d == self.dv
 
     def __str__(self) -> str:
         wide = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
@@ -123,12 +145,12 @@ def class_of(
         dv=padded(problem.head_dim_v),
         sectors=problem.head_dim * problem.element_bytes % 32 == problem.head_dim_v * problem.element_bytes % 32 == 0,
         mods=mods_of(program),
-        mask=mask_of(program),
+        mask=mask_of(program) if direction == "forward" else mask_of_keys(problem, program),
         packs=heads > 1,
         work=Work.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
         seen=band(keys(problem) if few else _seen(problem, program, direction)),
         length=band(keys(problem) if direction == "forward" else queries(problem)),
-        fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
+        fills=_fills(problem) if direction == "forward" else _fills_queries(problem),
     )
 
 
@@ -140,14 +162,14 @@ def band(count: float) -> int:
 def mods_of(program: Program) -> Mods:
     if program.keep is not None:
         return Mods.DROPOUT
+    if program.score is not None and is_line(program.score):
+        return Mods.LINE
     if any(sums_by(program, pattern) for pattern in Pattern):
         return Mods.LEARNED
     if reads_pairs(program.score):
         return Mods.PAIRS
     if program.score is None:
         return Mods.PLAIN
-    if is_line(program.score):
-        return Mods.LINE
     return Mods.OF_SCORE if is_of_score(program.score) else Mods.OTHER
 
 
@@ -161,6 +183,22 @@ def mask_of(program: Program) -> Mask:
     if has_opaque_test(program):
         return Mask.OPAQUE
     return Mask.TESTED if has_costly_test(program.mask) else Mask.BOUNDS
+
+
+def mask_of_keys(problem: Problem, program: Program) -> Mask:
+    """Which queries see a key: documents with which tiles of keys begin, lists of what they visit, or bounds."""
+    mask, reads = program.mask, reads_any(program.mask)
+    if mask is None:
+        return Mask.NONE
+    if has_documents_apart(problem, program):
+        return Mask.WHOLE if has_whole_documents(problem, program) else Mask.DOCUMENTS
+    if reads:
+        return Mask.READ if bounds_queries(mask) else Mask.LISTED
+    if has_opaque_test(program):
+        return Mask.OPAQUE
+    if has_costly_test(mask):
+        return Mask.TESTED
+    return Mask.ENDS if end_together(problem, program) else Mask.BOUNDS
 
 
 def _layout(problem: Problem) -> LayoutKind:
@@ -180,6 +218,15 @@ def _work(problem: Problem, target: Target, direction: Direction, heads: int, ro
     if 2 * tiles <= 3 * target.sms:
         return Work.ROUND_AND_A_HALF
     return Work.FEW_ROUNDS if tiles <= 4 * target.sms else Work.ROUNDS
+
+
+def _fills(problem: Problem) -> bool:
+    return _pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9
+
+
+def _fills_queries(problem: Problem) -> bool:
+    rows = problem.q_len
+    return not problem.layout.is_dense or -(-rows // 128) * 128 * 10 <= 11 * (-(-rows // 64) * 64)
 
 
 def _pairs(problem: Problem, rows: int, columns: int) -> int:

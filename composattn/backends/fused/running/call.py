@@ -137,12 +137,13 @@ class FusedCall:
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        words = architecture_of(self.target).forward_words(self.problem, self.program, self.target)
-        plans = [f"{self._forward}\n  class      {words}"]
+        call, architecture = (self.problem, self.program, self.target), architecture_of(self.target)
+        plans = [(str(self._forward), architecture.forward_words(*call))]
         if self.has_backward:
             in_order = self.gradient.deterministic()
-            plans.append(str(plan_backward(self.problem, self.program, self.target, deterministic=in_order)))
-        return "\n".join(plans)
+            plan = plan_backward(*call, deterministic=in_order)
+            plans.append((str(plan), architecture.backward_words(*call, in_order)))
+        return "\n".join(f"{plan}\n  class      {words}" for plan, words in plans)
 
     @property
     def captured_sums(self) -> str:

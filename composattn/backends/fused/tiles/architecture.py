@@ -37,7 +37,7 @@ class Kernel(abc.ABC):
         return str(self.plan.step)  # becomes part of the compiled kernel's name
 
 
-def _no_table(problem: Problem, program: Program, target: Target) -> str:
+def _no_table(problem: Problem, program: Program, target: Target, deterministic: bool = False) -> str:
     return "by rules; no table says what was measured"
 
 
@@ -48,8 +48,8 @@ class Architecture:
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
     `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
     Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
-    dQ is summed in a fixed order; `forward_words`: why a forward has its tiling. `kernels`, by the step that a plan
-    names, imports the kernel language.
+    dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
+    step that a plan names, imports the kernel language.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Architecture:
     backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
     forward_words: Callable[[Problem, Program, Target], str] = _no_table
+    backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""

@@ -1,0 +1,214 @@
+"""The tilings of the forms that the Hopper backward's table names: what follows from a call once its form is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from ...analysis.captured_gradient import Pattern
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.multiples import is_of_score
+from ..fused.planning.backward_heads import TOGETHER, are_short, bytes_together, heads_of
+from ..fused.planning.call_class import Mask
+from ..fused.planning.coverage import differ
+from ..fused.tiles.order import queries_of_a_key
+from ..fused.tiles.target import Target
+from ..fused.tiles.traits import bounds_queries, has_costly_test, is_line, sums_by
+from .backward_class import KEYS, BackwardClass, asks, is_plain, reads
+from .backward_table import Form
+from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
+
+HALF = 48  # rows, of tiles of 80
+HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Of a call, and of its class."""
+
+    problem: Problem
+    program: Program
+    target: Target
+    call: BackwardClass
+
+    @property
+    def in_order(self) -> bool:
+        """Whether dQ is summed in a fixed order."""
+        return self.call.order == "fixed"
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing takes registers beside the products."""
+        return is_plain(self.call, self.program)
+
+    @property
+    def listed(self) -> bool:
+        """Whether lists say what a tile of keys visits, by tensors."""
+        return self.call.mask is Mask.LISTED
+
+
+# --- 64 keys a warpgroup ------------------------------------------------------------------------------------------
+
+
+def keys_apart(facts: Facts, form: Form) -> HopperBackwardTiling:
+    """dK and dV of 64 keys are in a warpgroup's registers, (d + dv) / 2 a thread; Sᵀ and dPᵀ take tile_m / 2 each, dQ
+    tile_m * d / 256. Taller tiles read K and V less often a score, and leave no registers for what is read beside it.
+    """
+    program, call, tile = facts.program, facts.call, form.tile
+    seen = queries_of_a_key(facts.problem, program)
+    a_piece, together = heads_of(facts.problem, program, seen, facts.target, facts.in_order)
+    # score mods leave no registers for it; nor does it gain where lists say what is visited
+    passing = tile.passes and program.score is None and bounds_queries(program.mask)
+    bytes_of_heads = TOGETHER if facts.in_order or tile.queries == 80 else bytes_together(facts.problem, program, seen)
+    tiling = HopperBackwardTiling(
+        tile_m=tile.queries,
+        tile_n=KEYS,
+        d=call.d,
+        dv=call.dv,
+        dq_leaves=_leaves(facts, form, passing),
+        early=_early(facts, form),
+        tries_first=program.is_plain and (facts.in_order or call.widest == 96),
+        l2=bytes_of_heads,
+        heads_together=together,
+        heads_a_piece=a_piece,
+        distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
+        passing=passing,
+        short_rows=_short_rows(facts, form, seen),
+        # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
+        written="whole" if call.widest < 128 or is_line(program.score) else "by steps",
+    )
+    return _holding(facts, _staying(facts, form, tiling))
+
+
+def _leaves(facts: Facts, form: Form, passing: bool) -> Literal["at once", "later", "in bulk"]:
+    """How dQ does.
+
+    In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
+    score mods up to 18, D 128 8 to 25, documents 19 to 31. In any order D 96 gains by nothing but passing, and what is
+    read of a listed tile takes the registers of 128 queries.
+    """
+    if facts.in_order or form.tile.dq != "registers":
+        return "in bulk"
+    if facts.call.widest == 96:
+        return "later" if passing else "at once"
+    return "at once" if facts.listed and form.tile.queries == 128 else "later"
+
+
+def _early(facts: Facts, form: Form) -> Literal["nothing", "LSE", "P"]:
+    """LSE: 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3.
+
+    P m'(s) beside P: not with 128 queries (593 spills), nor for what mods read; with D 128 beside no ids of documents
+    either (32 spills in the loop), nor turns.
+    """
+    program, queries = facts.program, form.tile.queries
+    if not facts.in_order and (queries == 80 or (queries == 128 and facts.plain)):
+        return "LSE"
+    if queries == 128 or not is_of_score(program.score) or program.keep is not None:
+        return "nothing"
+    scarce = facts.call.widest == 128 and (facts.in_order or has_costly_test(program.mask))
+    return "nothing" if scarce else "P"
+
+
+def _short_rows(facts: Facts, form: Form, seen: float) -> int:
+    """Rows of a sequence's last query tile, where it is computed as one of fewer.
+
+    Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128 full
+    2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; documents 1 to 2.
+    """
+    problem, queries, mask = facts.problem, form.tile.queries, facts.call.mask
+    if queries != 80 or (facts.in_order and differ(problem, facts.program)):
+        return 0
+    if mask is Mask.WHOLE or are_short(problem, seen):
+        return HALF
+    if mask not in (Mask.NONE, Mask.ENDS):
+        return 0  # few tiles of keys see the last queries
+    short = -(-(problem.q_len % queries) // 16) * 16
+    return short if problem.layout.is_dense and short and queries - short >= seen / 100 else 0
+
+
+def _staying(facts: Facts, form: Form, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+    """With blocks that stay, where there is room for it; dK and dV must fit where dQ leaves in bulk.
+
+    In a fixed order waits of these kernels sleep in the loop, so they look first. The loop over tiles of keys takes
+    registers: by lists tests have none left.
+    """
+    if form.blocks == "a block a tile":
+        return tiling
+    changes: dict[str, Any] = {"persistent": form.blocks == "blocks stay"}
+    if facts.in_order:
+        fits = tiling.tile_m * tiling.d >= ROWS * facts.call.widest
+        return dataclasses.replace(tiling, **changes, tries_first=True) if fits else tiling
+    claims = form.tile.dq == "claim"
+    changes |= {"dq_begins": "claim", "tries_first": True} if claims else {"dq_begins": "beside"}
+    staying = dataclasses.replace(tiling, **changes)
+    return staying if staying.shared_memory(2) <= facts.target.shared_memory else tiling
+
+
+def _holding(facts: Facts, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+    """With as many columns of K and V in registers as there are any left: found by compiling, so that no more spill.
+
+    With too few ptxas has one product wait for the other, which takes 1.3 times as long. K and V that wait there are
+    read once a tile of keys, not once a query tile, of which they are 1 to 22 % of what passes shared memory's port:
+    D 64 gains 0 to 4 %, D 96 2 to 4, D 128 0 to 2, 32k 3 to 4.
+    """
+    score, mask, low = facts.program.score, facts.program.mask, tiling.tile_m == ROWS
+    # addresses, indices, what a step begins with
+    others = 28 if tiling.dq_in_bulk else 36 if low else 32
+    others += 16 * has_costly_test(mask)
+    others += 4 * (facts.in_order and (tiling.passing or not facts.problem.layout.is_dense))
+    takes = reads(facts.program) or asks(facts.call, facts.program)
+    if score is not None or takes:
+        others += 8 if is_line(score) and not reads(facts.program) else 28
+    spare = tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - others
+    # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
+    most = tiling.dv + tiling.d * low
+    return dataclasses.replace(tiling, held=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
+
+
+# --- two warpgroups with the same keys ------------------------------------------------------------------------------
+
+
+def shared_keys(facts: Facts) -> HopperBackwardTiling:
+    """dK or dV of 64 keys fill a warpgroup's registers: one has dV, the other one dK."""
+    tiling = _of_shared_keys(facts, facts.call.d, facts.call.dv)
+    # beside a warp that clears, ptxas moves the sleep of a wait out of the loop; causal ones of D 256 have it there
+    return _cleared(facts, tiling, facts.program.mask is None)
+
+
+def exchange(facts: Facts) -> ExchangeBackwardTiling:
+    """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO."""
+    one = _of_shared_keys(facts, facts.call.d, facts.call.dv)
+    # 2 to 4 % of D 256, 0 to 3 of D 192 at 8k
+    own = {"kernel": ExchangeBackwardTiling.kernel, "tile_n": 2 * one.tile_n, "written": "whole"}
+    tiling = _with_room(facts, ExchangeBackwardTiling, one, own)
+    return _cleared(facts, tiling, facts.call.d == 192 or facts.program.mask is None)
+
+
+def halves(facts: Facts) -> PairBackwardTiling:
+    """A block has half of all columns: as for a head dimension of half the size, but for scores that are exchanged."""
+    d, dv = (-(-n // 64) * 64 for n in (facts.problem.head_dim, facts.problem.head_dim_v))
+    one = _of_shared_keys(facts, d, dv)
+    return _with_room(facts, PairBackwardTiling, one, {"kernel": PairBackwardTiling.kernel})
+
+
+def _of_shared_keys(facts: Facts, d: int, dv: int) -> HopperBackwardTiling:
+    tiling = HopperBackwardTiling(
+        kernel="backward_wide", tile_m=ROWS, tile_n=ROWS, d=d, dv=dv, l2=TOGETHER,
+        heads_together=facts.problem.schedule.heads_together,
+    )  # fmt: skip
+    fits = tiling.shared_memory(2) <= facts.target.shared_memory
+    return tiling if fits else dataclasses.replace(tiling, do_stages=1)
+
+
+def _with_room(facts: Facts, kind: type[Any], one: HopperBackwardTiling, own: dict[str, Any]) -> Any:
+    """A tiling of two blocks, with a second dO where it fits."""
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    tilings = (kind(**kept | own | {"do_stages": stages}) for stages in (2, 1))
+    return next(t for t in tilings if t.shared_memory(2) <= facts.target.shared_memory)
+
+
+def _cleared(facts: Facts, tiling: Any, gains: bool) -> Any:
+    """With a warp that clears dQ beside the first tiles: 3 to 5 % of D 192 and 256."""
+    clears = gains and facts.problem.layout.is_dense and not facts.in_order
+    return dataclasses.replace(tiling, dq_begins="beside") if clears else tiling
