@@ -4,6 +4,7 @@ from . import backends, errors, mods, nn
 from .api import Attention, attention
 from .call.block_sparse import BlockSparse
 from .call.checks import debug_checks
+from .call.eight_bits import Quantized
 from .call.merge import merge_states
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
@@ -13,6 +14,7 @@ from .graph.scalar import Scalar
 from .mods.mask import Mask
 from .mods.score import Score
 from .parallel import ContextParallel
+from .quantising import QuantizedInputs, quantize
 from .weights import attention_weights
 
 __version__ = "0.1.0"
@@ -33,6 +35,8 @@ __all__ = [
     "ContextParallel",
     "Mask",
     "Paged",
+    "Quantized",
+    "QuantizedInputs",
     "Scalar",
     "Schedule",
     "Score",
@@ -47,6 +51,7 @@ __all__ = [
     "merge_states",
     "mods",
     "nn",
+    "quantize",
     "scalar",
     "score",
 ]

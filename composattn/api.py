@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .call.checks import refuse_keywords
+from .call.eight_bits import Quantized
 from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
+from .call.quantized import in_eight_bits
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .dispatch import operators
@@ -19,7 +21,7 @@ from .dispatch.pinned import Pinned
 from .dispatch.plan_cache import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.serialized import Mods, Serialized, serialize
-from .errors import UnsupportedOption
+from .errors import UnsupportedInParallel, UnsupportedOption
 from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
@@ -36,6 +38,7 @@ ScoreMod = Callable[..., Any]
 
 _Off = Literal[False]
 Tensor = torch.Tensor
+Given = Tensor | Quantized
 
 
 class Attention(Pinned):
@@ -91,31 +94,35 @@ class Attention(Pinned):
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
         keep = Dropout.with_seed(dropout_p, dropout_seed) if dropout_p else None
-        super().__init__((score, mask, sink, keep), (scale, backend, deterministic, schedule))
+        super().__init__((score, mask, sink, keep, None), (scale, backend, deterministic, schedule))
 
     @overload  # type: ignore[override]
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
+        self, q: Given, k: Given, v: Given, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
         context_parallel: Shard | None = ..., **options: Unpack[InputOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
+        self, q: Given, k: Given, v: Given, *, return_lse: bool = ..., return_max_scores: bool = ...,
         context_parallel: Shard | None = ..., **options: Unpack[InputOptions],
     ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Given,
+        k: Given,
+        v: Given,
         *,
         return_lse: bool = False,
         return_max_scores: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
         context_parallel: Shard | None = None,
+        q_scale: Tensor | float | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
+        out_dtype: torch.dtype | None = None,
         **unknown: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out (B, Hq, Sq, Dv) in q's dtype; with `return_lse` also lse (B, Hq, Sq), natural logarithm, fp32.
@@ -130,6 +137,7 @@ class Attention(Pinned):
 
         context_parallel: q, k and v are this rank's rows of a sequence that it shares, see `ca.ContextParallel`; inside
             of `with cp:` the shard planned last is meant.
+        q_scale, k_scale, v_scale, out_dtype: of tensors of 8 bits, see `ca.attention`.
 
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
@@ -140,6 +148,13 @@ class Attention(Pinned):
         if return_lse is not False or return_max_scores is not False:
             asked = asked_for(return_lse, return_max_scores)
         keep = self._state[0][3]
+        scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
+        if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
+            _refuse_shared(context_parallel)
+            (score, mask, sink, *_), options = self._state
+            given = score, mask, None if sink is None else sink.leaves[0], keep
+            scales = q_scale, k_scale, v_scale, out_dtype
+            return _quantised((q, k, v), scales, given, options, asked, (varlen, paged))
         compiling = torch.compiler.is_compiling()
         shard = context_parallel
         if shard is None and (context.entered or context.left):
@@ -171,8 +186,8 @@ class Attention(Pinned):
 
     def _serialized_with(self, keep: Dropout) -> Serialized:
         """What compiled code calls, with a seed of its own."""
-        (score, mask, sink, _), options = self._state
-        return serialize((score, mask, sink, keep), options)
+        (score, mask, sink, *_), options = self._state
+        return serialize((score, mask, sink, keep, None), options)
 
     def explain(
         self,
@@ -203,22 +218,22 @@ _seed_of_a_call = seed_number()
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
+    q: Given, k: Given, v: Given, *, return_lse: _Off = ..., return_max_scores: _Off = ...,
     context_parallel: Shard | None = ..., **options: Unpack[CallOptions],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_scores: bool = ...,
+    q: Given, k: Given, v: Given, *, return_lse: bool = ..., return_max_scores: bool = ...,
     context_parallel: Shard | None = ..., **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Given,
+    k: Given,
+    v: Given,
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
@@ -234,6 +249,10 @@ def attention(
     paged: Paged | None = None,
     schedule: Schedule | None = None,
     context_parallel: Shard | None = None,
+    q_scale: Tensor | float | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
@@ -247,6 +266,12 @@ def attention(
     Packed, with `varlen`: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv) → out (total_q, Hq, Dv), lse
     (Hq, total_q), see `Varlen`. Keys and values in pages, with `paged`: see `Paged`. Rows of a sequence that several
     ranks share, with `context_parallel`: see `ca.ContextParallel`.
+
+    k and v may have 8 bits (float8_e4m3fn, float8_e5m2), and q too, times `k_scale`, `v_scale` and `q_scale`; out is
+    of q's dtype, or of `out_dtype` where q has 8 bits (None: bf16). Score mods see true scores. A scale is a number,
+    (1,), (Hkv,), (B, Hkv) (of q also by its own heads), or has one number for each row, (B, H, S), (total, H) or
+    (num_pages, H, page_size), or for each block of rows, (B, H, S / block), block a power of two; v's also for each
+    channel, (B, Hkv, Dv). See `ca.Quantized`, which is a tensor with its scale, and `ca.quantize`.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -255,6 +280,11 @@ def attention(
     if return_lse is not False or return_max_scores is not False:
         asked = asked_for(return_lse, return_max_scores)
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
+    scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
+    if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
+        _refuse_shared(context_parallel)
+        scales = q_scale, k_scale, v_scale, out_dtype
+        return _quantised((q, k, v), scales, (score_mod, mask_mod, sinks, keep), options, asked, (varlen, paged))
     compiling = torch.compiler.is_compiling()
     shard = context_parallel
     if shard is None and (context.entered or context.left):
@@ -265,7 +295,7 @@ def attention(
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
-        return _spoken_or_shared(inputs, (score, mask, sink, keep), options, asked, shard, compiling)
+        return _spoken_or_shared(inputs, (score, mask, sink, keep, None), options, asked, shard, compiling)
     if keep is not None:
         keep.draw()
     planned, lending = planned_for(score_mod, mask_mod, sinks, keep, options)
@@ -281,14 +311,49 @@ def _spoken_or_shared(
     inputs: Inputs, mods: Mods, options: tuple[Any, ...], asked: Asked, shard: Shard | None, compiling: bool
 ) -> Any:
     """A call that an operator stands for, as torch compiles it or only asks for shapes; or one that ranks share."""
-    score, mask, sink, keep = mods
+    score, mask, sink, keep, values = mods
     if shard is None:
         keep = None if keep is None else keep.on_device(inputs.q.device)
-        return operators.call(inputs, serialize((score, mask, sink, keep), options), -1, asked)
+        return operators.call(inputs, serialize((score, mask, sink, keep, values), options), -1, asked)
     _refuse_dropout(keep)
     if compiling:
-        return shared_operators.call(shard.number, inputs, serialize((score, mask, sink, None), options), asked)
+        return shared_operators.call(shard.number, inputs, serialize((score, mask, sink, None, None), options), asked)
     return shard.attend((score, mask, sink), options, inputs, asked)
+
+
+def _quantised(
+    tensors: tuple[Any, Any, Any],
+    scales: tuple[Any, ...],
+    mods: tuple[Any, ...],
+    options: tuple[Any, ...],
+    asked: Asked,
+    where: tuple[Varlen | None, Paged | None],
+) -> Any:
+    """A call with tensors of 8 bits; `scales`: those of q, k and v, and out's dtype."""
+    score_mod, mask_mod, sinks, keep = mods
+    q_scale, k_scale, v_scale, out_dtype = scales
+    call = in_eight_bits(tensors, (q_scale, k_scale, v_scale), out_dtype, where, score_mod, options[0])
+    inputs = Inputs(call.q, call.k, call.v, *where)
+    compiling = torch.compiler.is_compiling()
+    recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()
+    if compiling or call.q.__class__ is FakeTensor or recorded:
+        score = None if call.score_mod is None else Score.of(call.score_mod)
+        mask = None if mask_mod is None else Mask.of(mask_mod)
+        sink = None if sinks is None else Sink.of(sinks)
+        return _spoken_or_shared(inputs, (score, mask, sink, keep, call.values), options, asked, None, compiling)
+    if keep is not None:
+        keep.draw()
+    planned, lending = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)
+    return planned(inputs, asked, lending)
+
+
+def _refuse_shared(shard: Shard | None) -> None:
+    """Raises `UnsupportedInParallel`: ranks exchange rows of one dtype, and have no scales of others' rows."""
+    if shard is not None or context.entered:
+        raise UnsupportedInParallel(
+            "tensors of 8 bits are not taken where ranks share a sequence; pass q, k and v of 16 bits, "
+            "ca.Quantized.dequantised() of each"
+        )
 
 
 def _refuse_dropout(keep: Dropout | None) -> None:

@@ -17,7 +17,8 @@ class Program:
 
     `sink` depends on head and sequence alone: each row's sum of exponentials has exp(sink) more, which has no value.
     `keep`: which pairs dropout keeps, an operation "kept"; weights of others are 0 behind the softmax.
-    `given`: the four as they were given, whose indices may say among how many they count (`graph.among`).
+    `values`: what V of 8 bits is multiplied by, of sequence, head, key and channel.
+    `given`: the five as they were given, whose indices may say among how many they count (`graph.among`).
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
     """
 
@@ -27,11 +28,12 @@ class Program:
         mask: Expr | None = None,
         sink: Expr | None = None,
         keep: Expr | None = None,
+        values: Expr | None = None,
     ) -> None:
-        self.given = score_mod, mask, sink, keep
+        self.given = score_mod, mask, sink, keep, values
         self.score = None if score_mod is None or score_mod is score() else plain(score_mod)
         self.mask = None if mask is None or mask is const(True) else balanced(plain(mask))
-        self.sink, self.keep = sink, keep
+        self.sink, self.keep, self.values = sink, keep, values
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
@@ -41,7 +43,7 @@ class Program:
     @property
     def mods(self) -> tuple[Expr | None, ...]:
         """What it is made of."""
-        return self.score, self.mask, self.sink, self.keep
+        return self.score, self.mask, self.sink, self.keep, self.values
 
     @property
     def is_plain(self) -> bool:
@@ -52,7 +54,7 @@ class Program:
         """What a gradient with a known LSE computes: the sink is in it."""
         if self.sink is None:
             return self
-        found = Program(self.score, self.mask, keep=self.keep)
+        found = Program(self.score, self.mask, keep=self.keep, values=self.values)
         found.__dict__["intervals"] = self.intervals
         return found
 
@@ -73,7 +75,7 @@ class Program:
 
     @cached_property
     def roots(self) -> tuple[Expr, ...]:
-        mods = self.score, self.mask, *ends_of(self.intervals, self.limits), self.sink, self.keep
+        mods = self.score, self.mask, *ends_of(self.intervals, self.limits), self.sink, self.keep, self.values
         return tuple(e for e in mods if e is not None)
 
     @cached_property

@@ -60,6 +60,7 @@ def attention(
     mask: Expr | None = None,
     sink: Expr | None = None,
     keep: Expr | None = None,
+    values: Expr | None = None,
     scale: float,
     precision: torch.dtype = torch.float64,
     tensors: Mapping[int, torch.Tensor] | None = None,
@@ -74,7 +75,8 @@ def attention(
     `score` and `mask` are graphs over the leaves of `composattn.graph`. A pair is visible where the mask is true and
     its modified score is above -inf; a row with no visible pair gives O = 0, LSE = -inf and zero gradients. `sink`
     depends on b and h: each row's sum of exponentials, and LSE, have exp(sink) more. `keep`: weights behind the softmax
-    where it is false are 0, others times 1 / (1 - p); see `graph.philox`.
+    where it is false are 0, others times 1 / (1 - p); see `graph.philox`. `values`: the factor of v, of 8 bits, at
+    b, h, kv and the channel d; k and v of 8 bits are widened, which is exact.
 
     `precision` is what tensors are multiplied in: fp64 makes the oracle; q's own dtype makes "plain PyTorch at the
     same precision", in which scores, softmax and statistics are fp32 between products in that dtype. `tensors` maps
@@ -82,7 +84,7 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    call = _Dense(Program(score, mask, sink, keep), scale, precision, tensors or {}, rounding)
+    call = _Dense(Program(score, mask, sink, keep, values), scale, precision, tensors or {}, rounding)
     return _attention(call, q, k, v, sequences)[:2]
 
 
@@ -215,6 +217,7 @@ class _Dense:
     ) -> None:
         self.score_mod, self.mask_mod, self.scale, self.rounding = program.score, program.mask, scale, rounding
         self.sink_mod, self.keep_mod, self.precision = program.sink, program.keep, precision
+        self.values_mod = program.values
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
         self.lending = current()
@@ -238,6 +241,8 @@ class _Dense:
         q, k, v = (x.to(self.precision) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        if self.values_mod is not None:
+            v = v * self.factors(self.values_mod, v, b0, h0)
         scores = (q @ k.transpose(-1, -2)).to(self.working) * self.scale
         if self.rounding is not None:
             scores = self.rounding.score(scores, q, k, self.scale)
@@ -274,6 +279,12 @@ class _Dense:
         """What weights are multiplied by; of a sink, which comes behind the keys, it has no say."""
         kept = evaluate(mod, self.env(self.index(weights, b0, h0), weights.device))
         return kept.to(weights.dtype) * factor_of(mod)
+
+    def factors(self, mod: Expr, v: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        """What V, which has the heads of Q, is multiplied by."""
+        at = self.index(v, b0, h0)  # rows and columns of V are keys and channels
+        at["kv"], at["d"], at["kv_len"] = at["q"], at["kv"], v.shape[2]
+        return evaluate(mod, self.env(at, v.device)).to(v.dtype)
 
     def index(self, scores: torch.Tensor, b0: int, h0: int) -> dict[str, torch.Tensor | int]:
         """Positions of all pairs."""

@@ -115,7 +115,7 @@ class Streaming:
     ) -> None:
         self.sequences = sequences
         self.mods, self.scale, self.captures = mods, mods.scale, mods.captures
-        self.score, self.mask, self.sink, self.keep = mods.program.mods
+        self.score, self.mask, self.sink, self.keep, self.values = mods.program.mods
         # of now, unless given: the backward must see no later ones
         numbers = [s.value for s in mods.program.scalars] if scalars is None else scalars
         self.scalars = {id(s): number for s, number in zip(mods.program.scalars, numbers, strict=True)}
@@ -142,7 +142,7 @@ class Streaming:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse, top = (q.new_full(q.shape[:-1], -math.inf) for _ in range(2))
         for step in self.steps(form.parts, q, k, captured):
-            here, v_here = [step.queries(x) for x in (out, lse, top)], step.keys(v)
+            here, v_here = [step.queries(x) for x in (out, lse, top)], _values(self, step, v)
             visited = []
             memory = q.new_empty(math.prod(step.shape) * step.q_tile * step.kv_tile)
             for rows in step.query_tiles:
@@ -186,7 +186,7 @@ class Streaming:
         slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in asked]
         for step, visited in zip(self.steps(form.parts, q, k, captured), self.visited, strict=True):
             dq_here, dk_here, dv_here = step.queries(dq), step.keys(dk), step.keys(dv)
-            k_here, v_here = step.keys(k), step.keys(v)
+            k_here, v_here = step.keys(k), _values(self, step, v)
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
                 q_tile, do_tile, lse_tile, delta_tile = (step.queries(x)[:, :, :, rows] for x in (q, dout, lse, delta))
                 if self.sink is not None:
@@ -202,7 +202,10 @@ class Streaming:
                     dq_tile = dq_tile + ds @ k_here[:, :, columns]
                 dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
         dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
-        grads = [in_order_of(t, g.to(t.dtype)) for t, g in zip(given, (dq, dk, dv), strict=True)]
+        grads = [
+            in_order_of(t, g.to(t.dtype)) if w else None
+            for t, g, w in zip(given, (dq, dk, dv), wanted[:3], strict=True)
+        ]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 
@@ -330,6 +333,17 @@ def _backward_tile(
 def _kept(keep: Expr, step: TileStep, tile: Tile) -> torch.Tensor:
     """What weights of a tile are multiplied by: 0 where dropped."""
     return step.evaluate([keep], tile)[0].to(step.q.dtype) * factor_of(keep)
+
+
+def _values(call: Streaming, step: Step, v: torch.Tensor) -> torch.Tensor:
+    """V of the step's keys; of 8 bits times its scales. Nothing flows back to it then."""
+    found = step.keys(v)
+    if call.values is None:
+        return found
+    keys, channels = found.shape[2:]
+    index = {name: step.index[name][:, :, 0] for name in ("b", "h")}  # any query head of the group
+    at = {"kv": step.arange(slice(0, keys), -1, 1), "d": step.arange(slice(0, channels), -1)}
+    return found * evaluate(call.values, step.env({**index, **at})).to(found.dtype)
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:

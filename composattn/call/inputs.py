@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from .eight_bits import EIGHT_BITS
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
 
 
@@ -22,10 +23,14 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, 
 
 
 class InputOptions(TypedDict, total=False):
-    """The keywords of a call that say where its sequences lie."""
+    """The keywords of a call that say where its sequences lie, and what tensors of 8 bits are multiplied by."""
 
     varlen: Varlen | None
     paged: Paged | None
+    q_scale: torch.Tensor | float | None
+    k_scale: torch.Tensor | float | None
+    v_scale: torch.Tensor | float | None
+    out_dtype: torch.dtype | None
 
 
 class Inputs(NamedTuple):
@@ -65,7 +70,7 @@ class Inputs(NamedTuple):
 
     @property
     def autocast(self) -> Inputs:
-        """Under autocast with q, k and v in its type, as `scaled_dot_product_attention` takes them."""
+        """Under autocast with q, k and v in its type, as `scaled_dot_product_attention` takes them; 8 bits stay."""
         if not torch._C._is_any_autocast_enabled():
             return self
         kind = getattr(getattr(self.q, "device", None), "type", None)
@@ -73,7 +78,8 @@ class Inputs(NamedTuple):
             return self
         dtype = torch.get_autocast_dtype(kind)
         wide = torch.float64
-        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not wide else t for t in self[:3])
+        kept = wide, *EIGHT_BITS
+        q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in kept else t for t in self[:3])
         return Inputs(q, k, v, self.varlen, self.paged)
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[int]]:

@@ -14,6 +14,7 @@ from ..graph.expr import has_no_shape
 from ..graph.foreign import is_fake, reason_against
 from ..graph.linear import MOST
 from ..graph.sizes import differ, surely
+from .eight_bits import EIGHT_BITS
 from .schedule import AUTO, Schedule
 from .sequences import Paged, Sequences, Varlen
 
@@ -65,7 +66,7 @@ class Problem:
 
     Packed, `q_len` and `kv_len` are the rows of all sequences together and `batch` is their number; paged, `kv_len`
     is what the page table of one sequence has room for. `deterministic`: gradients are bitwise repeatable; None is as
-    torch is set when they are computed.
+    torch is set when they are computed. `keys`: the dtypes of k and v where they have 8 bits; none where they have q's.
     """
 
     batch: int
@@ -80,6 +81,7 @@ class Problem:
     deterministic: bool | None = None
     layout: Layout = DENSE
     schedule: Schedule = AUTO
+    keys: tuple[torch.dtype, ...] = ()
 
     @property
     def group(self) -> int:
@@ -135,7 +137,9 @@ class Problem:
             _check_paged(paged, batch, q.device)
             kv_len = paged.page_table.shape[1] * paged.page_size
         _check_sizes(batch, q_heads, q_len, kv_len, layout)
-        return Problem(batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, q.dtype, q.device, layout=layout)
+        sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v)
+        keys = (k.dtype, v.dtype) if k.dtype in EIGHT_BITS else ()
+        return Problem(*sizes, q.dtype, q.device, layout=layout, keys=keys)
 
 
 def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
@@ -239,9 +243,15 @@ def _sizes(t: torch.Tensor, lies: str) -> tuple[int, int, int, int]:
 
 def _check_types(tensors: dict[str, torch.Tensor]) -> None:
     dtypes = {name: t.dtype for name, t in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        raise errors.DTypeMismatch(f"q, k and v must have one dtype, got {dtypes}; cast two of them")
     dtype = dtypes["q"]
+    if len(set(dtypes.values())) > 1 and not (dtypes["k"] in EIGHT_BITS and dtypes["v"] in EIGHT_BITS):
+        raise errors.DTypeMismatch(
+            f"q, k and v must have one dtype, or k and v 8 bits, got {dtypes}; cast two of them, or quantise k and v"
+        )
+    if dtype in EIGHT_BITS:
+        raise errors.UnsupportedDType(
+            f"q is {dtype}, and its output can't be; say q_scale= (1.0 where there is none) or out_dtype=torch.bfloat16"
+        )
     if dtype not in _DTYPES:
         raise errors.UnsupportedDType(f"q, k and v are {dtype}; attention takes {', '.join(map(str, _DTYPES))}")
     devices = {name: str(t.device) for name, t in tensors.items()}

@@ -16,6 +16,7 @@ import torch
 from .. import errors
 from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
+from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
@@ -139,8 +140,8 @@ class Paged:
 
     def append(
         self,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        k_cache: torch.Tensor | Quantized,
+        v_cache: torch.Tensor | Quantized,
         k: torch.Tensor,
         v: torch.Tensor,
         varlen: Varlen | None = None,
@@ -151,7 +152,10 @@ class Paged:
         k (B, Hkv, n, D), v (B, Hkv, n, Dv), or packed (total, Hkv, D), (total, Hkv, Dv) where `varlen` says whose.
         `page_table` must have pages for them: an index beyond it is torch's error. Nothing waits for the device.
 
-        Raises: `ShapeMismatch`, `UnsupportedOption` for `seqused_q` of `varlen`.
+        A cache of 8 bits is a `ca.Quantized`: rows are quantised by its scale, one number or (Hkv,), as it is; or by
+        one of each row, (num_pages, Hkv, page_size), which is written beside it, a power of two.
+
+        Raises: `ShapeMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and for a cache with other scales.
         """
         if varlen is None:
             count, heads_first = torch.full_like(self.seqused, k.shape[2]), True
@@ -166,11 +170,13 @@ class Paged:
             b = torch.searchsorted(begins[1:], row, right=True)
             position = self.seqused[b] + row - begins[b]
         for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
-            _check_appended(name, cache, new, self, heads_first)
+            data = cache.data if isinstance(cache, Quantized) else cache
+            _check_appended(name, data, new, self, heads_first)
         page = self.page_table[b, position // self.page_size].long()
         for cache, new in ((k_cache, k), (v_cache, v)):
             rows = new.transpose(1, 2) if heads_first else new
-            cache.transpose(1, 2)[page, position % self.page_size] = rows.to(cache.dtype)
+            for part, held in _held_by(cache, rows):
+                part.transpose(1, 2)[page, position % self.page_size] = held
         return dataclasses.replace(self, seqused=(self.seqused + count).to(torch.int32))
 
     @cached_property
@@ -297,6 +303,25 @@ def _check_offsets(name: str, tensor: Any) -> int:
             f"{name} has {tensor.shape[0]} entries; it needs one more than there are sequences, and at least 2"
         )
     return tensor.shape[0] - 1  # type: ignore[no-any-return]
+
+
+def _held_by(cache: torch.Tensor | Quantized, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of a cache, and what rows (..., Hkv, D) are in each. Raises: `UnsupportedOption`."""
+    if not isinstance(cache, Quantized):
+        narrow = cache.dtype in EIGHT_BITS
+        return [(cache, narrowed(rows.float(), cache.dtype) if narrow else rows.to(cache.dtype))]
+    data, scale = cache.data, cache.scale
+    if cache.mean is not None or (scale is not None and scale.ndim > 1 and scale.shape[:3] != data.shape[:3]):
+        raise errors.UnsupportedOption(
+            "append quantises by one scale, (Hkv,) scales, or one of each row, (num_pages, Hkv, page_size), without a "
+            f"mean; the cache has {'a mean' if scale is None or cache.mean is not None else tuple(scale.shape)}"
+        )
+    if scale is None:
+        return [(data, narrowed(rows.float(), data.dtype))]
+    if scale.ndim > 1:
+        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype, power_of_two=True)
+        return [(data, narrowed(rows.float() / own, data.dtype)), (scale, own if scale.ndim == 4 else own.squeeze(-1))]
+    return [(data, narrowed(rows.float() / scale.float().view(-1, 1), data.dtype))]
 
 
 def _check_appended(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Paged, heads_first: bool) -> None:

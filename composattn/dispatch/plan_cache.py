@@ -28,6 +28,7 @@ from ..mods.mask import Mask
 from ..mods.mod import told
 from ..mods.score import Score
 from ..mods.sink import Sink
+from ..mods.values import Values
 from .captured import refuse_flattened
 from .planned import Options, Planned
 
@@ -46,6 +47,7 @@ def planned_for(
     keep: Dropout | None,
     options: tuple[Any, ...],
     masked: Fingerprint | None = _NOTHING_SAID,
+    values: Values | None = None,
 ) -> tuple[Planned, Lending | None]:
     """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
 
@@ -68,7 +70,7 @@ def planned_for(
             masked = fingerprint(mask_mod, 4)
     key: tuple[Any, ...] | None = None
     if (
-        not (said is None or masked is None or keep is not None)
+        not (said is None or masked is None or keep is not None or values is not None)
         and not _are_functorch_transforms_active()
         and forward_ad._current_level < 0
     ):
@@ -77,7 +79,7 @@ def planned_for(
             refuse_outdated(leaves)
         lending = lent_before(leaves, are_of_form) if leaves else None
         if lending is not None or not leaves:
-            key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None), options)
+            key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None, None), options)
         if key is not None:
             if lending is not None:
                 key += lending.captures
@@ -85,7 +87,7 @@ def planned_for(
             if found is not None and (lending is None or found[2][0] == lending.epoch):
                 return found[0], lending
     of_score, of_mask = _formed(Score, trace_score, score_mod, said), _formed(Mask, trace_mask, mask_mod, masked)
-    return _planned_by_form(of_score, of_mask, sinks, keep, options, key)
+    return _planned_by_form(of_score, of_mask, (sinks, keep, values), options, key)
 
 
 def _formed(kind: type[Score] | type[Mask], trace: Any, mod: Any, mark: Fingerprint | None) -> Fingerprint:
@@ -115,17 +117,17 @@ def _asked(forms: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] 
 def _planned_by_form(
     score: Fingerprint,
     mask: Fingerprint,
-    sinks: Any,
-    keep: Dropout | None,
+    others: tuple[Any, Dropout | None, Values | None],
     options: tuple[Any, ...],
     said: tuple[Any, ...] | None,
 ) -> tuple[Planned, Lending | None]:
     """The plan by the forms and leaves of the mods; from now on it is found by what functions `said` too."""
+    sinks, keep, values = others
     sink = None if sinks is None else Sink.of(sinks)
     forms: tuple[Any, ...] = (score[0], mask[0])
     leaves = score[1] + mask[1]
-    if sink is not None or keep is not None:
-        for mod in (sink, keep):
+    if sink is not None or keep is not None or values is not None:
+        for mod in (sink, keep, values):
             forms = (*forms, None if mod is None else mod.form)
             leaves += () if mod is None else mod.leaves
     if copies.made and leaves:
@@ -193,7 +195,11 @@ def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[A
 
 
 def _refuse_misplaced(
-    score: Expr | None = None, mask: Expr | None = None, sink: Expr | None = None, keep: Expr | None = None
+    score: Expr | None = None,
+    mask: Expr | None = None,
+    sink: Expr | None = None,
+    keep: Expr | None = None,
+    values: Expr | None = None,
 ) -> None:
     """Raises `UnreadableProgram` for a mod in another one's place, where a direct call of an operator may put it."""
     of_pairs = Dep.Q | Dep.KV | Dep.SCORE
@@ -202,10 +208,11 @@ def _refuse_misplaced(
         or (mask is not None and (mask.dtype is not DType.BOOL or mask.deps & Dep.SCORE))
         or (sink is not None and (sink.dtype is not DType.FLOAT or sink.deps & of_pairs))
         or (keep is not None and keep.op != "kept")
+        or (values is not None and (values.dtype is not DType.FLOAT or values.deps & (Dep.Q | Dep.SCORE)))
     ):
         raise UnreadableProgram(
-            "the text of this call has a mod in the place of another; its lines are score mod, mask, sinks, dropout "
-            "('-' for none) and options"
+            "the text of this call has a mod in the place of another; its lines are score mod, mask, sinks, dropout, "
+            "scales of values ('-' for none) and options"
         )
 
 

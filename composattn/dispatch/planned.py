@@ -20,6 +20,7 @@ from ..analysis.program import Program
 from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag
+from ..call.eight_bits import EIGHT_BITS
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
 from ..call.problem import Problem, softmax_scale
 from ..call.schedule import AUTO, Schedule
@@ -133,7 +134,7 @@ class Planned:
     def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.PreparedCall, backends.ShortWay | None]:
         """The call of inputs of this form, and its short way, from now on among the latest."""
         with _NOTHING if lending is None else lending:
-            self._refuse_paged_gradient(inputs)
+            self._refuse_gradient(inputs)
             call = self.prepared(inputs)
             q, k, v, _, _ = inputs
             met = of_these_forms(q, k, v), inputs.lie, call, call.short_way(inputs)
@@ -142,14 +143,15 @@ class Planned:
 
     def _called(self, call: backends.PreparedCall | None, inputs: Inputs, asked: Asked) -> Outputs:
         """The whole way, by the call of the inputs' form; None below transforms."""
-        self._refuse_paged_gradient(inputs)
+        self._refuse_gradient(inputs)
         if call is None:
             return transforms.attend(self, inputs, asked.max_scores)
         check_call(self.program, self._tables, inputs, self.options.scale)
         return call(inputs, asked)
 
-    def _refuse_paged_gradient(self, inputs: Inputs) -> None:
-        """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages."""
+    def _refuse_gradient(self, inputs: Inputs) -> None:
+        """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages or have 8 bits."""
+        refuse_narrow_gradient(inputs.k, inputs.v)
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
@@ -224,4 +226,13 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
         raise errors.GradientUnsupported(
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
             "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
+        )
+
+
+def refuse_narrow_gradient(*tensors: torch.Tensor) -> None:
+    """Raises `GradientUnsupported` where a tensor of 8 bits asks for a gradient, which would have 8 bits too."""
+    if any(t.dtype in EIGHT_BITS and t.requires_grad for t in tensors) and torch.is_grad_enabled():
+        raise errors.GradientUnsupported(
+            "a tensor of 8 bits asks for a gradient, which would have 8 bits; quantise the tensor that learns by "
+            "ca.quantize(q, k, v), which gets it straight through"
         )

@@ -17,15 +17,16 @@ from ..mods.dropout import Dropout
 from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
+from ..mods.values import Values
 
 pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
 
 
-Mods = tuple[Score | None, Mask | None, Sink | None, Dropout | None]
+Mods = tuple[Score | None, Mask | None, Sink | None, Dropout | None, Values | None]
 """The mods of a call, in the order of `Program`; None, of none."""
 
 SharedMods = tuple[Score | None, Mask | None, Sink | None]
-"""The mods of a call that ranks share, which has no dropout."""
+"""The mods of a call that ranks share, which has no dropout and no values of 8 bits."""
 
 
 class Serialized(NamedTuple):
@@ -71,8 +72,8 @@ def _kind(leaf: Any) -> str:
 def parse(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
     """(forms of the mods, options, kinds of the leaves) of a `serialize`d form. Raises: `UnreadableProgram`."""
     try:
-        score, mask, sink, keep, last = form.split("\n")
-        mods = tuple([None if mod == "-" else mod for mod in (score, mask, sink, keep)])
+        score, mask, sink, keep, values, last = form.split("\n")
+        mods = tuple([None if mod == "-" else mod for mod in (score, mask, sink, keep, values)])
         scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
         options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
         if len(kinds) != sum(map(leaf_count, mods)) or not set(kinds) <= set("tsn"):

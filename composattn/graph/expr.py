@@ -110,6 +110,7 @@ class Dep(enum.IntEnum):
     Q = 4
     KV = 8
     SCORE = 16
+    D = 64  # a channel of V
     RUNTIME = 32  # a scalar, a length or a captured tensor: known at the call, not at compile time
 
 
@@ -118,6 +119,7 @@ _INDEX_DEPS = {
     "h": Dep.H,
     "q": Dep.Q,
     "kv": Dep.KV,
+    "d": Dep.D,
     "q_len": Dep.B | Dep.RUNTIME,
     "kv_len": Dep.B | Dep.RUNTIME,
     # first and last row of the query tile at hand (key tile, in the transposed analysis): ends of loop bounds
@@ -262,7 +264,7 @@ def const(value: bool | int | float, dtype: DType | None = None) -> Expr:
 
 
 def index(name: str) -> Expr:
-    """One of b, h, q, kv (logical positions), q_len, kv_len (lengths of the sequence), first, last (of a tile)."""
+    """One of b, h, q, kv (logical positions), d (channel of V), q_len, kv_len (lengths), first, last (of a tile)."""
     return _INDICES[name]
 
 

@@ -6,8 +6,9 @@ tensors and `ca.scalar` values that it speaks of are its leaves, given beside it
     ("steps", leaves, ((name, argument, ...), ...), result)     a straight line of operations
     ("and" | "or" | "not" | "then" | "plus", form, ...)         masks and score mods joined; leaves one after the other
 
-Arguments are "b", "h", "q", "kv", "q_len", "kv_len", "score", "t3" (leaf 3), "x5" (the value of step 5), ints, bools,
-None, and ("f", hex) for floats, ("i", ...) for tuples, ("d", name) for dtypes, ("=", name, argument) for keywords.
+Arguments are "b", "h", "q", "kv", "d", "q_len", "kv_len", "score", "t3" (leaf 3), "x5" (the value of step 5), ints,
+bools, None, and ("f", hex) for floats, ("i", ...) for tuples, ("d", name) for dtypes, ("=", name, argument) for
+keywords.
 Steps named "op:..." are rows of `ops.OPS`; ("made", maker, constants, leaf, ...) is a captured tensor that one of
 `MAKERS` makes of tensors. A mod that a compiled region refuses has a form too, which is refused when it runs:
 
@@ -32,7 +33,7 @@ from .ops import apply
 from .proxies import as_expr
 from .rebuilt import substitute
 
-INDICES = ("b", "h", "q", "kv", "q_len", "kv_len")
+INDICES = ("b", "h", "q", "kv", "d", "q_len", "kv_len")
 
 MAKERS: dict[str, Callable[[tuple[Any, ...], Sequence[Any]], Capture]] = {}
 """(constants, tensors) → captured tensor made of them, by name: see `Formed`."""

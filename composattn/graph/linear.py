@@ -35,8 +35,8 @@ Found = TypeVar("Found")
 
 # lower and upper bound of the index leaves
 _LEAF = {
-    "b": (0, _INT32), "h": (0, HEADS), "q": (0, POSITIONS), "kv": (0, POSITIONS), "q_len": (0, POSITIONS),
-    "kv_len": (0, POSITIONS), "first": (0, POSITIONS), "last": (0, POSITIONS),
+    "b": (0, _INT32), "h": (0, HEADS), "q": (0, POSITIONS), "kv": (0, POSITIONS), "d": (0, POSITIONS),
+    "q_len": (0, POSITIONS), "kv_len": (0, POSITIONS), "first": (0, POSITIONS), "last": (0, POSITIONS),
 }  # fmt: skip
 
 

@@ -74,6 +74,11 @@ class Architecture:
                 f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
                 'cast q, k and v, or use backend="streaming"'
             )
+        if problem.keys:
+            raise UnsupportedDType(
+                f"FP8 keys and values have no kernel on {self.name} yet; dequantise with "
+                'ca.Quantized(k, k_scale).dequantised(q.dtype), and v likewise, or use backend="streaming"'
+            )
         for name, d, most in (
             ("D", problem.head_dim, self.max_head_dim),
             ("Dv", problem.head_dim_v, self.max_value_dim),

@@ -1,0 +1,102 @@
+"""A quantised tensor: 8-bit numbers and their scale; how it is made, and what it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""The types of quantised tensors."""
+
+
+class Quantized(NamedTuple):
+    """A tensor as `data`, of 8 bits, times `scale`; `ca.attention` takes it in place of q, k or v.
+
+    data: float8_e4m3fn or float8_e5m2, of the shape that q, k or v has in a call: dense, packed or in pages.
+    scale: one number, (H,), (B, H), (B, H, S) for rows (the shape of `data` without its last dimension), blocks of
+        rows (B, H, S / block), and for v also channels (B, H, 1, Dv); dimensions of 1 are shared. None: 1.
+    mean: (B, H, 1, D), what was taken from each row of k before; scores get it back. None: nothing was.
+    wide: what was quantised, where it asks for a gradient; None elsewhere.
+    dtype: what it was quantised from, and what `dequantised` gives.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    wide: torch.Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def dequantised(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """data · scale, in `dtype`, rounded once; exact in 16 bits where scales are powers of two.
+
+        Its gradient goes straight through to the tensor that was quantised. A mean that was taken from k stays out: the
+        softmax does not see it. Raises: `ShapeMismatch`, of scales (B, H) of packed rows too.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        found = self.data.to(wide)
+        if self.scale is not None:
+            found = found * _spread(self.scale, self.data).to(wide)
+        found = found.to(dtype)
+        return found if self.wide is None else _StraightThrough.apply(self.wide, found)  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """What a tensor was quantised to; its gradient is the tensor's own (Bengio et al. 2013, straight-through)."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = wide.dtype
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(ctx.dtype), None
+
+
+def scale_for(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    """fp32: what numbers up to `largest` are divided by to fit into `dtype`; 1 where all are 0."""
+    least = largest.float() / torch.finfo(dtype).max
+    if power_of_two:
+        mantissa, exponent = torch.frexp(least)  # of [0.5, 1): a power of two itself has 0.5
+        least = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return torch.where(largest == 0, 1.0, least)
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` rounded to 8 bits; what is beyond becomes the largest number, which torch's cast makes NaN or infinite."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
+
+
+def _spread(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """`scale` so that it broadcasts to `data`. Raises: `ShapeMismatch`."""
+    found = scale
+    if found.ndim == 1:
+        found = found.view(1, -1, *[1] * (data.ndim - 2))
+    elif found.ndim == 2 and data.ndim == 4:
+        found = found[:, :, None, None]
+    elif found.ndim == 4 and data.ndim == 3 and found.shape[0] == found.shape[2] == 1:
+        found = found[0].transpose(0, 1)  # (1, H, 1, D) of packed rows
+    elif found.ndim == data.ndim - 1 and found.ndim:
+        found = found.unsqueeze(-1)
+    if found.ndim == data.ndim == 4 and 1 < found.shape[2] < data.shape[2]:
+        block = block_of(data.shape[2], found.shape[2])
+        found = found.repeat_interleave(block, 2)[:, :, : data.shape[2]]
+    if found.ndim and any(n not in (1, size) for n, size in zip(found.shape, data.shape, strict=False)):
+        raise errors.ShapeMismatch(
+            f"a scale of shape {tuple(scale.shape)} does not say the scale of each row of {tuple(data.shape)}; give "
+            "it a dimension for each of the data's, 1 where it is shared"
+        )
+    return found
+
+
+def block_of(length: int, blocks: int) -> int:
+    """The power of two that cuts `length` rows into so many blocks; 0 where there is none."""
+    size = 2
+    while -(-length // size) > blocks:
+        size *= 2
+    return size if -(-length // size) == blocks else 0

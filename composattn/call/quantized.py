@@ -1,0 +1,121 @@
+"""A call with 8-bit tensors as all roads take it: scales become reads of mods, see `call.scales`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+from ..mods.score import Score
+from ..mods.values import Values
+from .eight_bits import EIGHT_BITS, Quantized
+from .problem import softmax_scale
+from .scales import rows_of, scaled_scores, scaled_values
+from .sequences import Paged, Varlen
+
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What 8-bit queries may be widened to; both 8-bit types fit into each."""
+
+
+class InEightBits(NamedTuple):
+    """A call with quantised tensors as all roads take it: 8-bit k and v as they are, scales as mods."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    score_mod: Any
+    values: Values | None
+
+
+def in_eight_bits(
+    tensors: tuple[Any, Any, Any],
+    scales: tuple[Any, Any, Any],
+    out_dtype: torch.dtype | None,
+    where: tuple[Varlen | None, Paged | None],
+    score_mod: Callable[..., Any] | None,
+    scale: float | None,
+) -> InEightBits:
+    """The call that `tensors` (q, k, v, each a tensor or `Quantized`) and their `scales` say.
+
+    q of 8 bits is widened to `out_dtype`, which is exact. Where a quantised tensor asks for a gradient, all are
+    dequantised, so that it flows straight through.
+
+    Raises: `NotATensor`, `UnsupportedOption`, `UnsupportedDType`, `ShapeMismatch`, `GradientUnsupported`.
+    """
+    given = [_quantized(*each) for each in zip(("q", "k", "v"), tensors, scales, strict=True)]
+    dtype = _out_dtype(given[0], out_dtype)
+    if torch.is_grad_enabled() and any(x.wide is not None for x in given):
+        given = [Quantized(x.dequantised(dtype), None, x.mean) for x in given]
+    q, k, v = given
+    queries = q.data.to(dtype)
+    of_q, of_k, of_v = rows_of(queries, k.data, v.data, *where)
+    before = [] if k.scale is None else [(of_k, k.scale)]
+    behind = [] if q.scale is None else [(of_q, q.scale)]
+    shift = None
+    if k.mean is not None:
+        shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries, k.mean)
+    read = scaled_scores(before, shift, behind)
+    if read is not None:
+        score_mod = read if score_mod is None else read >> Score.of(score_mod)
+    values = None if v.scale is None else scaled_values(of_v, v.scale)
+    return InEightBits(queries, k.data, v.data, score_mod, values)
+
+
+def _quantized(name: str, given: Any, scale: Any) -> Quantized:
+    """What was given as q, k or v; a tensor that is not quantised stands for itself."""
+    if isinstance(given, Quantized):
+        if scale is not None:
+            raise errors.UnsupportedOption(f"{name} is a ca.Quantized, which has a scale; leave {name}_scale out")
+        return given._replace(scale=_number(name, given.scale, given.data))
+    if not isinstance(given, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(given).__name__}; pass a torch.Tensor or a ca.Quantized")
+    if given.dtype not in EIGHT_BITS:
+        if scale is not None:
+            raise errors.UnsupportedOption(
+                f"{name}_scale is of 8-bit tensors, and {name} is {given.dtype}; leave it out, or multiply {name} by it"
+            )
+        return Quantized(given, None, dtype=given.dtype)
+    if given.requires_grad and torch.is_grad_enabled():
+        raise errors.GradientUnsupported(
+            f"{name} is {given.dtype}, whose gradient would have 8 bits; quantise the tensor that learns by "
+            "ca.quantize(q, k, v), which gets it straight through"
+        )
+    return Quantized(given, _number(name, scale, given))
+
+
+def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
+    """A scale as mods read it."""
+    if scale is None:
+        return None
+    if not isinstance(scale, torch.Tensor):
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise errors.NotATensor(f"{name}_scale is a {type(scale).__name__}; pass a float tensor, or a number")
+        return torch.full((), float(scale), device=data.device)
+    if not scale.is_floating_point():
+        raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")
+    if name == "v" and scale.requires_grad and torch.is_grad_enabled():
+        raise errors.GradientUnsupported("v_scale has no gradient; pass v_scale.detach(), or multiply v by it before")
+    return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
+
+
+def _out_dtype(q: Quantized, asked: torch.dtype | None) -> torch.dtype:
+    """The type of the output, which a wide q has. Raises: `UnsupportedOption`."""
+    if q.data.dtype in EIGHT_BITS:
+        found = q.dtype if asked is None else asked
+        if found not in WIDE:
+            raise errors.UnsupportedOption(f"out_dtype is {found}; it must be one of {', '.join(map(str, WIDE))}")
+        return found
+    if asked is not None and asked != q.data.dtype:
+        raise errors.UnsupportedOption(
+            f"out_dtype is of 8-bit q; q is {q.data.dtype}, and so is out: cast it, out.to({asked})"
+        )
+    return q.data.dtype
+
+
+def _times_mean(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """q·mean of each query, fp32 (fp64 of fp64 ones): (B, Hq, Sq), or (total, Hq) of packed ones."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    mean = mean.to(wide).repeat_interleave(q.shape[1] // mean.shape[1], 1)
+    return (q.to(wide) * (mean if q.ndim == 4 else mean[0].transpose(0, 1))).sum(-1)

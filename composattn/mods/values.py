@@ -1,0 +1,20 @@
+"""What values of 8 bits are multiplied by: a number for each sequence, head, key or channel, read as a mod reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .mod import Mod
+
+
+class Values(Mod):
+    """The factor of V: (b, h, kv, d) → float. h is the query head, d the channel of V."""
+
+    __slots__ = ()
+    _kind = "scales of values"
+
+    @staticmethod
+    def of(given: Any, name: str | None = None) -> Values:
+        """One of these, as it is."""
+        assert isinstance(given, Values)
+        return given
