@@ -19,6 +19,7 @@ from composattn.emulator.opcodes.operands import (
     PendingMultiply,
     SharedOperand,
     chains,
+    cut_sums,
     decode,
     gather,
     product,
@@ -48,16 +49,23 @@ def execute(block: Any, low: int, ops: list[WarpgroupMultiply]) -> None:
 def _chain(block: Any, low: int, ops: list[WarpgroupMultiply]) -> None:
     shared, lefts = block.shared, [o.left for o in ops]
     left = gather(shared, lefts) if isinstance(lefts[0], SharedOperand) else np.concatenate(lefts, 1)
-    value = product(left, gather(shared, [o.right for o in ops]))
+    right = gather(shared, [o.right for o in ops])
     if ops[0].negate:
-        value = -value
+        left = -left
     rows = ops[0].accumulator
     bank = block.views(low, low + 4)["F32"]
     whole = slice(rows[0], rows[-1] + 1) if rows == tuple(range(rows[0], rows[-1] + 1)) else list(rows)
-    n = value.shape[1]
+    n = right.shape[0]
     # Register 4j + 2h + e of lane l of warp w holds row 16w + 8h + l // 4, column 8j + 2(l % 4) + e.
+    if ELEMENT[ops[0].right.kind] == 1:
+        sums = np.zeros((64, n), np.float32)
+        if ops[0].accumulate:
+            sums = bank[whole].reshape(n // 8, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, n)
+        value, accumulate = cut_sums(sums, left, right), False
+    else:
+        value, accumulate = product(left, right), ops[0].accumulate
     fragment = value.reshape(4, 2, 8, n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
-    bank[whole] = bank[whole] + fragment if ops[0].accumulate else fragment
+    bank[whole] = bank[whole] + fragment if accumulate else fragment
 
 
 def _register_operand(g: Any, rows: list[int], kind: str) -> Array:

@@ -14,9 +14,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 
 class Gemm:
-    """C (M, N) = A (M, K) @ B (N, K)^T: one producer warp, `consumers` warpgroups of 64 rows each."""
+    """C (M, N) = A (M, K) @ B (N, K)^T: one producer warp, `consumers` warpgroups of 64 rows each.
 
-    def __init__(self, dtype: Any, consumers: int = 2, n: int = 64, k: int = 64, stages: int = 2) -> None:
+    promoted: the sums of each tile of K begin with 0 and are added to others in fp32.
+    """
+
+    def __init__(
+        self, dtype: Any, consumers: int = 2, n: int = 64, k: int = 64, stages: int = 2, promoted: bool = False
+    ) -> None:
+        self.promoted = promoted
         self.dtype, self.consumers, self.stages = dtype, consumers, stages
         self.tile = (64 * consumers, n, k)
         self.threads = 128 * (consumers + 1)
@@ -108,17 +114,26 @@ class Gemm:
             rB = mma.make_fragment_B(thr.partition_B(sB))
             acc = cute.make_rmem_tensor(thr.partition_shape_C(self.tile[:2]), cutlass.Float32)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+            total = cute.make_fragment_like(acc)
+            if cutlass.const_expr(self.promoted):
+                total.fill(0.0)
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for _kt in range(k_tiles):
                 ring.consumer_wait(state)
+                if cutlass.const_expr(self.promoted):
+                    mma.set(warpgroup.Field.ACCUMULATE, False)
                 warpgroup.fence()
                 for kb in cutlass.range_constexpr(cute.size(rA, mode=[2])):
                     cute.gemm(mma, acc, rA[(None, None, kb, state.index)], rB[(None, None, kb, state.index)], acc)
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
+                if cutlass.const_expr(self.promoted):
+                    total.store(total.load() + acc.load())
                 ring.consumer_release(state)
                 state.advance()
+            if cutlass.const_expr(self.promoted):
+                acc.store(total.load())
             out = cute.make_fragment_like(acc, cutlass.BFloat16)
             out.store(acc.load().to(cutlass.BFloat16))
             atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), cutlass.BFloat16)
