@@ -335,7 +335,7 @@ def _kept(keep: Expr, step: TileStep, tile: Tile) -> torch.Tensor:
     return step.evaluate([keep], tile)[0].to(step.q.dtype) * factor_of(keep)
 
 
-def _values(call: Streaming, step: Step, v: torch.Tensor) -> torch.Tensor:
+def _values(call: Streaming, step: TileStep, v: torch.Tensor) -> torch.Tensor:
     """V of the step's keys; of 8 bits times its scales. Nothing flows back to it then."""
     found = step.keys(v)
     if call.values is None:

@@ -489,7 +489,7 @@ class Mods:
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.score, self.mask, self.sink, self.keep = program.mods
+        self.score, self.mask, self.sink, self.keep, _ = program.mods  # no kernel reads scales of values yet
         self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale

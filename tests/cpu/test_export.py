@@ -163,7 +163,7 @@ BIAS = torch.randn(2, LENGTH)
 SAID = ca.Attention(
     score_mod=lambda s, b, h, q, kv: s + BIAS[h, q - kv], mask_mod=causal(), sinks=torch.zeros(2), scale=0.3
 ).serialized
-SCORE, MASK, SINK, KEEP, OPTIONS = SAID.form.split("\n")
+SCORE, MASK, SINK, KEEP, VALUES, OPTIONS = SAID.form.split("\n")
 
 
 def said(text: str, tensors: Any = SAID.tensors, plan: int = -1, numbers: tuple[int, ...] = ()) -> torch.Tensor:
@@ -180,16 +180,16 @@ WRONG_CALLS: dict[str, dict[str, Any]] = {
     "tensors in another order": {"tensors": SAID.tensors[::-1]},
     "no text": {"text": ""},
     "a word": {"text": "x"},
-    "a call of Python": {"text": "\n".join(["__import__('os').getcwd()", MASK, SINK, KEEP, OPTIONS])},
+    "a call of Python": {"text": "\n".join(["__import__('os').getcwd()", MASK, SINK, KEEP, VALUES, OPTIONS])},
     "a text cut short": {"text": SAID.form[:90]},
     "one line": {"text": SCORE},
-    "no dropout": {"text": "\n".join([SCORE, MASK, SINK, OPTIONS])},
-    "no options": {"text": "\n".join([SCORE, MASK, SINK, KEEP, "-"])},
+    "no dropout": {"text": "\n".join([SCORE, MASK, SINK, VALUES, OPTIONS])},
+    "no options": {"text": "\n".join([SCORE, MASK, SINK, KEEP, VALUES, "-"])},
     "an unknown operation": {"text": SAID.form.replace("op:add", "op:nonsense")},
     "a step that is not there": {"text": SAID.form.replace("'x1'", "'x9'")},
     "a tensor that is not there": {"text": SAID.form.replace("'t0'", "'t7'")},
-    "mods in another order": {"text": "\n".join([MASK, SCORE, SINK, KEEP, OPTIONS])},
-    "a mask for a sink": {"text": "\n".join([SCORE, "-", MASK, SINK, OPTIONS])},
+    "mods in another order": {"text": "\n".join([MASK, SCORE, SINK, KEEP, VALUES, OPTIONS])},
+    "a mask for a sink": {"text": "\n".join([SCORE, "-", MASK, SINK, VALUES, OPTIONS])},
 }
 
 

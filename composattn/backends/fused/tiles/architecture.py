@@ -74,7 +74,7 @@ class Architecture:
                 f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
                 'cast q, k and v, or use backend="streaming"'
             )
-        if problem.keys:
+        if problem.keys or program.values is not None:
             raise UnsupportedDType(
                 f"FP8 keys and values have no kernel on {self.name} yet; dequantise with "
                 'ca.Quantized(k, k_scale).dequantised(q.dtype), and v likewise, or use backend="streaming"'
