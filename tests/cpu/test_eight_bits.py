@@ -296,6 +296,34 @@ def test_vmap_maps_over_tensors_of_8_bits_and_their_scales() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_compiled_regions_and_exported_programs_take_them() -> None:
+    q, k, v = (drawn(B, h, S, D, seed=n, dtype=torch.bfloat16) for n, h in enumerate((HQ, H, H)))
+    given = q, k.to(E4M3), v.to(E4M3), scales(B, H), scales(B, H, seed=8)
+
+    def call(q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any) -> Any:
+        return ca.attention(q, k, v, k_scale=k_scale, v_scale=v_scale, score_mod=softcap(5.0), mask_mod=causal())
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return call(*tensors)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(*given), call(*given))
+    assert torch.equal(torch.export.export(Module(), given).module()(*given), call(*given))
+
+
+def test_a_compiled_region_quantises_and_learns() -> None:
+    given = [drawn(B, h, S, D, seed=n).requires_grad_() for n, h in enumerate((HQ, H, H))]
+    call = lambda q, k, v: ca.attention(*ca.quantize(q, k, v), mask_mod=causal())  # noqa: E731
+    torch._dynamo.reset()
+    results = []
+    for way in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        out = way(*given)
+        results.append((out, *torch.autograd.grad(out.sum(), given)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
 def test_autocast_leaves_8_bits_as_they_are() -> None:
     q, k, v = drawn(B, HQ, S, D), bytes_of(B, H, S, D, seed=1), bytes_of(B, H, S, DV, seed=2)
     with torch.autocast("cpu", torch.bfloat16):
