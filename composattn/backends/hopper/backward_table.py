@@ -169,7 +169,7 @@ BLOCKS: tuple[Row[Blocks], ...] = (
     blocks(LEAVE, OF_LISTS, NARROW, order=ANY, mask=(Mask.LISTED,)),
     blocks(STAY, OF_CLAIMS, NARROW, **CLAIMED),
     blocks(LEAVE, fitted(4, 1.045), Span(64, 128), **FEW_TILES, group=Span(5, BEYOND), length=Span(0, 1600)),
-    blocks(LEAVE, fitted(2, 1.014), TO_128, **TORN, order=ANY, d=(128,), group=Span(3, BEYOND)),
+    blocks(LEAVE, fitted(2, 1.014), TO_128, **TORN, order=ANY, d=(128,), group=(4, 5)),
     blocks(LEAVE, fitted(2, 1.016), TO_64, **NARROW_WINDOW, length=Span(1152, BEYOND)),
     blocks(LEAVE, fitted(2, 1.146), NARROW, order=ANY, ratio=Span(7, BEYOND), length=Span(1600, BEYOND)),
     blocks(LEAVE, OF_CURVES, TO_64, order=ANY, largest=(128,), fills=YES, mods=CURVES),
