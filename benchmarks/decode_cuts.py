@@ -1,4 +1,4 @@
-"""One query of many sequences, cut in every way there is, in turns: what `planning/few_queries.py` is fitted to.
+"""One query of many sequences, cut in every way there is, in turns: what `tiles/few_queries.py` is fitted to.
 
     python -m benchmarks.decode_cuts --out benchmarks/results/cuts/h200-decode.json
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4

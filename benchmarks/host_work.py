@@ -34,7 +34,7 @@ from composattn.backends.fused.planning.arguments import (
     PostprocessArguments,
     PreprocessArguments,
 )
-from composattn.backends.fused.rewrites import residues
+from composattn.backends.fused.rewrites import prepared
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
@@ -76,7 +76,7 @@ def without_kernels(kernel_of: Callable[[Any], Any] = Recorded) -> Iterator[None
     """Inside, new plans of every entry are an H200's, on CPU tensors; their kernels don't run."""
 
     def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
-        return residues.prepared(partial(FusedCall, target=HOPPER, kernel_of=kernel_of), problem, program, scale)
+        return prepared(partial(FusedCall, kernel_of=kernel_of), problem, program, scale, HOPPER)
 
     chosen = backends.choose
     backends.choose = lambda name, problem: SimpleNamespace(prepare=prepare)  # type: ignore[assignment,return-value]

@@ -156,7 +156,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
     """Compile the kernels of one call, GPU or not, and keep them as the call itself would; print what they cost."""
     from composattn.backends.fused.compiling import toolchain
     from composattn.backends.fused.compiling.compile import compile_ahead
-    from composattn.backends.fused.rewrites import residues
+    from composattn.backends.fused.rewrites import prepared
     from composattn.backends.fused.running.call import FusedCall
     from composattn.call.problem import softmax_scale
     from composattn.dispatch.captured import check_captures
@@ -180,8 +180,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
         print(f"  machine    {machine_words(made)}")
         print(f"  kept       {made.ptx_path}\n             {made.cubin_path}")
 
-    make = functools.partial(FusedCall, target=target, kernel_of=compiled)
-    call = residues.prepared(make, problem.rounded, program, softmax_scale(None, problem.head_dim))
+    make = functools.partial(FusedCall, kernel_of=compiled)
+    call = prepared(make, problem.rounded, program, softmax_scale(None, problem.head_dim), target)
     call.kernels(Asked(options.lse, options.max_scores), options.gradient)
     print(f"A first call on a GPU of {target.sms} SMs finds them where COMPOSATTN_CACHE_DIR={folder},")
     print(f"with these sources, a processor of this kind, and {toolchain.versions()}")

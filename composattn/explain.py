@@ -100,6 +100,7 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
         ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes}){elsewhere}"),
+        ("rewrites", call.rewrites),
         ("plan", call.plan),
     ]
     if emulate:

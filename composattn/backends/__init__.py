@@ -20,7 +20,7 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..graph.lent import Lending
 from . import blackwell, hopper, reference, streaming
-from .fused.rewrites import residues
+from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.tiles.target import TARGETS, Target
@@ -35,6 +35,10 @@ class PreparedCall(Protocol):
     @property
     def plan(self) -> str:
         """The plans of its kernels, for people to read; empty where there are none."""
+
+    @property
+    def rewrites(self) -> str:
+        """What each rewrite made of the call, or why it left it as it is, for people to read; empty where none did."""
 
     @property
     def captured_sums(self) -> str:
@@ -102,18 +106,15 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return _without_compiler()
 
     def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
-        return residues.prepared(of_target(FusedCall, Target.of(problem.device)), problem, program, scale)
+        return prepared(FusedCall, problem, program, scale, Target.of(problem.device))
 
     def elsewhere(problem: Problem, program: Program, scale: float) -> PreparedCall:
-        return residues.prepared(of_target(FusedCall, architecture.target), problem, program, scale)
+        return prepared(FusedCall, problem, program, scale, architecture.target)
 
     def emulated(problem: Problem, program: Program, scale: float) -> PreparedCall:
         from .fused.running.emulated import EmulatedCall  # imports the emulator: only when asked for
 
-        return residues.prepared(of_target(EmulatedCall, architecture.target), problem, program, scale)
-
-    def of_target(kind: type[FusedCall], target: Target) -> residues.Make:
-        return functools.partial(kind, target=target)
+        return prepared(EmulatedCall, problem, program, scale, architecture.target)
 
     return (
         Backend(name, f"fp16 and bf16 on {chip} GPUs", on_gpu, prepare, elsewhere),

@@ -96,7 +96,7 @@ def prepare(problem: Problem, program: Program, scale: float) -> ReferenceCall:
 class ReferenceCall:
     """One form of inputs. torch differentiates it, any number of times."""
 
-    plan = captured_sums = ""
+    plan = rewrites = captured_sums = ""
 
     def __init__(self, program: Program, scale: float) -> None:
         self.program, self.scale = program, scale

@@ -85,7 +85,7 @@ class DerivedMods:
 class StreamingCall:
     """One form of inputs."""
 
-    plan = captured_sums = ""
+    plan = rewrites = captured_sums = ""
 
     def __init__(self, mods: DerivedMods) -> None:
         self.mods = mods

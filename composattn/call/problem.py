@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from .. import errors
+from ..analysis.strips import Strips
 from ..graph.expr import has_no_shape
 from ..graph.foreign import is_fake, reason_against
 from ..graph.linear import MOST
@@ -45,6 +46,11 @@ class Layout:
         return self.q == self.kv == "dense"
 
     @property
+    def strips(self) -> Strips | None:
+        """Of which sequences are strips; None: they lie row by row."""
+        return None
+
+    @property
     def mirrored(self) -> Layout:
         """With queries and keys exchanged."""
         assert self.kv != "paged"
@@ -55,6 +61,17 @@ class Layout:
     def hints(self) -> tuple[int | None, int | None, bool]:
         """What plans of equal problems may differ by."""
         return self.max_q_len, self.max_kv_len, self.keys_lie_as_queries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StripLayout(Layout):
+    """Dense tensors of which each entry is an image, and its strips are sequences; see `composattn.analysis.strips`."""
+
+    of: Strips
+
+    @property
+    def strips(self) -> Strips:
+        return self.of
 
 
 DENSE = Layout()

@@ -16,9 +16,9 @@ import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
-from composattn.backends.fused.planning.few_queries import splits
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.few_queries import splits
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import EIGHT_ROWS

@@ -12,8 +12,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.rewrites import residues
-from composattn.backends.fused.rewrites.residues import Group, ResidueCall, groups, prepared
+from composattn.backends.fused.rewrites import CallApart, prepared, residues
+from composattn.backends.fused.rewrites.residues import Group, groups
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
@@ -88,8 +88,8 @@ STAYS_WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared_for(problem: Problem, **mods: Any) -> FusedCall | ResidueCall:
-    return prepared(partial(FusedCall, target=HOPPER), problem, ca.Attention(**mods).program, 0.125)
+def prepared_for(problem: Problem, **mods: Any) -> FusedCall | CallApart:
+    return prepared(FusedCall, problem, ca.Attention(**mods).program, 0.125, HOPPER)
 
 
 def problem(batch: int, q_len: int, kv_len: int) -> Problem:
@@ -106,13 +106,13 @@ def test_it_stays_whole_where_residues_are_short_or_would_be_many_or_short_calls
 ) -> None:
     mask = {"mask_mod": dilated_window((24, 24), 3)}
     by_batch = [prepared_for(problem(batch, 96, 96), **mask) for batch in (1, 4, 5)]
-    assert [type(call) for call in by_batch] == [ResidueCall, ResidueCall, FusedCall]
+    assert [type(call) for call in by_batch] == [CallApart, CallApart, FusedCall]
     monkeypatch.setattr(residues, "LEAST", 33)
     assert isinstance(prepared_for(problem(1, 96, 96), **mask), FusedCall)
     monkeypatch.undo()
     wide = {"mask_mod": dilated_window((2000, 0), 4)}
     by_length = [prepared_for(problem(1, length, length), **wide) for length in (1024, 16384)]
-    assert [type(call) for call in by_length] == [FusedCall, ResidueCall]
+    assert [type(call) for call in by_length] == [FusedCall, CallApart]
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(12, 12), (13, 12), (14, 17), (15, 15)])
@@ -128,7 +128,7 @@ def test_most_of_what_is_visited_needs_no_test() -> None:
     """Among all positions every tile has pairs of other residues."""
     mask = dilated_window((600, 0), 4)
     call = prepared_for(problem(1, 4096, 4096), mask_mod=mask)
-    assert isinstance(call, ResidueCall) and len(call.calls) == 1
+    assert isinstance(call, CallApart) and len(call.calls) == 1
     (interval,) = call.calls[0].program.intervals
     assert not interval.never_full
     (whole,) = ca.Attention(mask_mod=mask).program.intervals

@@ -14,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.rewrites import strips
+from composattn.backends.fused.rewrites import Posed, rewritten, strips
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
@@ -162,8 +162,8 @@ def test_of_an_image_of_128_columns_strips_visit_half_of_the_tiles(
     size: int, kernel: int, whole: float, cut: float
 ) -> None:
     asked, program = problem(size, size), ca.Attention(mask_mod=neighborhood((size, size), kernel)).program
-    found = strips.in_strips(asked, program)
-    assert found is not None
+    found = rewritten(Posed(asked, program, HOPPER)).posed
+    assert found.problem.layout.strips is not None
     assert strips.visited(asked, program) == whole and strips.visited(found.problem, found.program) == cut
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.few_queries import packed_heads
+from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
 from ..fused.tiles.traits import padded, queries, reads_pairs

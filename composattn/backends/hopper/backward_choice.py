@@ -7,8 +7,8 @@ import math
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.coverage import all_are_seen, differ
 from ..fused.planning.cut import MANY
+from ..fused.tiles.coverage import all_are_seen, differ
 from ..fused.tiles.target import Target
 from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys

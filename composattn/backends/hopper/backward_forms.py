@@ -11,7 +11,7 @@ from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.planning.backward_heads import TOGETHER, are_short, bytes_together, heads_of
 from ..fused.planning.call_class import Mask
-from ..fused.planning.coverage import differ
+from ..fused.tiles.coverage import differ
 from ..fused.tiles.order import queries_of_a_key
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import bounds_queries, has_costly_test, is_line, sums_by

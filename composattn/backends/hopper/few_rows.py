@@ -6,7 +6,7 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.few_queries import time_of
+from ..fused.tiles.few_queries import time_of
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import key_tiles, slots
 from ..fused.tiles.traits import padded, queries, reads_along_keys, tiles_are_equal

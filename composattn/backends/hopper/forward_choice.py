@@ -7,7 +7,7 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.call_class import CallClass, Work, class_of
-from ..fused.planning.few_queries import packed_heads
+from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
 from .forward_forms import alone, documents, large, small

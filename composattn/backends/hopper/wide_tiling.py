@@ -7,7 +7,7 @@ import dataclasses
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.lag import Lag
-from ..fused.planning.few_queries import packed_heads
+from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.traits import reads_pairs

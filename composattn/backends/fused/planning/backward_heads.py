@@ -11,10 +11,10 @@ import math
 
 from ....analysis.program import Program
 from ....call.problem import Problem
+from ..tiles.coverage import differ, has_documents_apart, has_whole_documents
 from ..tiles.stretches import falls_apart
 from ..tiles.target import Target
 from ..tiles.traits import padded
-from .coverage import differ, has_documents_apart, has_whole_documents
 
 L2 = 50 << 20  # bytes
 TOGETHER = 16 << 20  # bytes of the heads that run together, if their tiles of keys meet the same queries

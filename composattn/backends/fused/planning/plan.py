@@ -6,31 +6,32 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Generic, NoReturn, TypedDict, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 import torch
 
 from ....analysis.bands import TileInterval, ends_of
 from ....analysis.derived import Derived
 from ....analysis.program import Program
-from ....analysis.strips import KEYS, Strips
-from ....analysis.tile_lists import Extent, KeyLists, made_lists
+from ....analysis.strips import Strips
+from ....analysis.tile_lists import KeyLists, made_lists
 from ....call.problem import Layout, Problem
-from ....errors import InvalidSchedule, TooManyBlocks
+from ....errors import TooManyBlocks
 from ....graph.content import content
 from ....graph.expr import Capture, DType, Expr, index
 from ....graph.expr import captures as captures_of
-from ....graph.ops import apply
 from ....primitives.interval_shape import IntervalShape
-from ..rewrites.strips import InStrips, in_strips
+from ..rewrites import Posed, rewritten
+from ..rewrites.invariant import refuse_order
+from ..rewrites.strips import of_whole_rows
 from ..tiles.architecture import architecture_of
+from ..tiles.few_queries import splits
 from ..tiles.order import LAST_QUERIES_FIRST, order_in_stretches, order_of
 from ..tiles.stretches import stretches_of
 from ..tiles.target import Target
 from ..tiles.tiling import ForwardTiling, Tiling
-from ..tiles.traits import queries
+from ..tiles.traits import extent_of, queries
 from ..tiles.work import WorkTables, entries
-from .few_queries import splits
 
 MOST_ACROSS = 65535  # blocks in the second and in the third dimension of a grid
 MOST_BLOCKS = 2**31 - 1  # in the first one
@@ -242,29 +243,39 @@ def plan_forward(
 ) -> ForwardPlan:
     """The forward kernel for `problem` on `target`; `tiling` overrides the architecture's choice.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `InvalidSchedule`.
     """
+    posed = rewritten(Posed(problem, program, target, tiling_is_given=tiling is not None)).posed
+    returned = {"return_lse": return_lse, "return_max_scores": return_max_scores}
+    return forward_of(posed, **returned, positive_scale=positive_scale, tiling=tiling)
+
+
+def forward_of(
+    posed: Posed,
+    *,
+    return_lse: bool = True,
+    return_max_scores: bool = False,
+    positive_scale: bool = True,
+    tiling: ForwardTiling | None = None,
+) -> ForwardPlan:
+    """The forward kernel of a call that is rewritten, see `plan_forward`."""
+    problem, program, target = posed.problem, posed.program, posed.target
     architecture = architecture_of(target)
     architecture.check(problem, program)
-    if problem.schedule.batch_invariant:
-        program = invariant(program)
-    strips = None
+    strips = problem.layout.strips
     if tiling is None:
-        cut = in_strips(problem, program)
-        tiling = None if cut is None else _tiling_of_strips(cut, target)
-        if cut is not None and tiling is not None:
-            strips, problem, program = cut.strips, cut.problem, cut.program
-    tiling = tiling or architecture.forward_tiling(problem, program, target)
+        tiling = architecture.forward_tiling(problem, program, target)
+        tiling = of_whole_rows(tiling) if strips else tiling
     if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of an image say which tiles of a strip's keys are seen, with no lists
     lists = None if strips else key_lists(problem, program, (tiling.queries, tiling.tile_n))
     if lists is not None and problem.schedule.batch_invariant:
-        _refuse_order(f"tiles of this mask are listed, as {lists.reason}")
+        refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    stretches = stretches_of(problem, program) if tiling.in_stretches and lists is None else None
+    stretches = stretches_of(problem, program) if posed.segments and tiling.in_stretches and lists is None else None
     if stretches is None:
         order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
     else:
@@ -293,24 +304,6 @@ def plan_forward(
     )
 
 
-def _tiling_of_strips(cut: InStrips, target: Target) -> ForwardTiling | None:
-    """Whose tiles have whole rows of a strip; None where they would have several heads, or parts of the keys."""
-    tiling = architecture_of(target).forward_tiling(cut.problem, cut.program, target)
-    tiling = dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
-    return tiling if tiling.packed_heads == 1 and splits(cut.problem, tiling, target) == 1 else None
-
-
-def invariant(program: Program) -> Program:
-    """`program`, computed for each pair from its positions alone: no part of a score is left to a row's LSE.
-
-    Raises: `InvalidSchedule` for masks whose tiles come in an order that depends on the other rows of a query tile.
-    """
-    if len(program.intervals) > 1:
-        _refuse_order(f"rows of this mask see {len(program.intervals)} runs of keys")
-    score = None if program.score is None else apply("whole", program.score)
-    return Program(score, program.mask, program.sink, program.keep)
-
-
 def check_blocks(problem: Problem, blocks: int) -> None:
     """Refuses, before compiling, more blocks than a launch takes."""
     if blocks > MOST_BLOCKS:
@@ -318,13 +311,6 @@ def check_blocks(problem: Problem, blocks: int) -> None:
             f"{problem.batch} sequences of {problem.q_len} queries and {problem.q_heads} heads are {blocks} blocks of "
             f"a kernel, a launch takes {MOST_BLOCKS}; call it for parts of the batch, one after the other"
         )
-
-
-def _refuse_order(why: str) -> NoReturn:
-    raise InvalidSchedule(
-        f"batch_invariant=True, but {why}, in an order that depends on the rows beside a row; masks whose rows see one "
-        "run of keys can be (causal, windows, prefixes, documents that lie together)"
-    )
 
 
 def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyLists | None:
@@ -339,15 +325,6 @@ def derived_among(program: Program, ends: Iterable[Expr]) -> tuple[Derived, ...]
     """What the mods and these ends of loops read that is derived."""
     read = captures_of(*(mod for mod in program.mods if mod is not None), *ends)
     return tuple([c for c in dict.fromkeys(read) if isinstance(c, Derived)])
-
-
-def extent_of(problem: Problem) -> Extent:
-    """What lists of tiles are made for: the longest sequence there can be, all rows where nothing else is said."""
-    p, layout = problem, problem.layout
-    q_len = p.q_len if layout.max_q_len is None or layout.q == "dense" else min(p.q_len, layout.max_q_len)
-    kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
-    unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
-    return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
 
 
 def interval_shape(interval: TileInterval) -> IntervalShape:

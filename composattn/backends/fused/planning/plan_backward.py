@@ -17,15 +17,16 @@ from ....call.problem import Problem
 from ....graph.expr import Capture, DType, Expr
 from ....graph.expr import captures as captures_of
 from ....primitives.stretch_entry import told_numbers
+from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
 from ..tiles.order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
 from ..tiles.stretches import Stretches, stretches_of
 from ..tiles.target import Target
 from ..tiles.tiling import BackwardTiling
+from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, stretch_tables, work_tables
-from .coverage import has_documents_apart
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among, extent_of
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -146,7 +147,24 @@ def plan_backward(
     tiling: BackwardTiling | None = None,
     cut: Cut | Literal["auto"] | None = "auto",
 ) -> BackwardPlans:
-    """The backward kernels for `problem` on `target`; `tiling` overrides the architecture's choice.
+    """The backward kernels for `problem` on `target`, see `backward_of`.
+
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
+    """
+    posed = rewritten(Posed(problem, program, target, "backward", tiling_is_given=tiling is not None)).posed
+    return backward_of(posed, has_dlse=has_dlse, deterministic=deterministic, sinks=sinks, tiling=tiling, cut=cut)
+
+
+def backward_of(
+    posed: Posed,
+    *,
+    has_dlse: bool = False,
+    deterministic: bool = False,
+    sinks: SinkForm | None = None,
+    tiling: BackwardTiling | None = None,
+    cut: Cut | Literal["auto"] | None = "auto",
+) -> BackwardPlans:
+    """The backward kernels of a call that is rewritten; `tiling` overrides the architecture's choice.
 
     `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
     `sinks`: those that get a gradient.
@@ -154,6 +172,7 @@ def plan_backward(
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
     """
+    problem, program, target = posed.problem, posed.program, posed.target
     architecture = architecture_of(target)
     architecture.check(problem, program)
     architecture.check_gradient(problem)
@@ -164,7 +183,7 @@ def plan_backward(
     intervals = visited if lists is None else ()
     ends = ends_of(intervals, limits)
     at_once = target.sms // chosen.sharing
-    stretches = _stretches(problem, program, chosen, sinks) if lists is None and cut in (None, "auto") else None
+    stretches = _stretches(posed, chosen, sinks) if lists is None and cut in (None, "auto") else None
     on_host = lists is None and stretches is None and problem.layout.is_dense
     cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
     rows: WorkTables | None
@@ -232,13 +251,13 @@ class OfRows(TypedDict):
     in_one_row: bool
 
 
-def _stretches(problem: Problem, program: Program, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
+def _stretches(posed: Posed, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
     """Those with which tiles begin, of documents by ids.
 
     Shares of gradients of sinks by sequence have no place where blocks come by a table.
     """
-    served = tiling.in_stretches and not (sinks is not None and sinks.by_sequence)
-    return stretches_of(problem, program) if served and has_documents_apart(problem, program) else None
+    served = posed.segments and tiling.in_stretches and not (sinks is not None and sinks.by_sequence)
+    return stretches_of(posed.problem, posed.program.without_sink) if served else None
 
 
 def _pieces(

@@ -9,9 +9,8 @@ from ....analysis.program import Program
 from ....analysis.tile_lists import QueryLists, reason_for_lists
 from ....call.problem import Problem
 from ..tiles.order import exchanged, mirror, of_mean_length
-from ..tiles.traits import sees_score, sums_by
+from ..tiles.traits import extent_of, sees_score, sums_by
 from ..tiles.work import visits_now
-from .plan import extent_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,91 @@
-"""Calls that are computed as other calls: of residues, of strips, with wider integers."""
+"""What a call is rewritten to before it is planned: one list, for forward and backward, applied in one loop.
+
+A rewrite takes a problem and a program to others that compute the same, and says how the sequences of the one lie in
+those of the other: by their `Layout`, which kernels read, or by views of which each is a call of its own. What it can't
+serve it leaves as it is, and says why if the mask looks like one of its own; `explain()` prints both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ....analysis.program import Program
+from ....call.problem import Problem
+from ..tiles.target import Target
+from .apart import CallApart, Make
+from .invariant import invariant
+from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
+from .residues import by_residues
+from .segments import in_segments
+from .strips import by_strips
+from .widened import in_64_bits
+
+if TYPE_CHECKING:
+    from ..running.call import FusedCall
+
+REWRITES: dict[str, Callable[[Posed], Found]] = {
+    "residues": by_residues,
+    "64 bits": in_64_bits,
+    "batch-invariant": invariant,
+    "strips": by_strips,
+    "segments": in_segments,
+}
+"""In the order in which they are tried, each on what those before have made of the call."""
+
+
+class Rewriting(NamedTuple):
+    """A call behind all rewrites, or taken apart by one of them; and what each of them said, by its name."""
+
+    found: Posed | Apart
+    said: dict[str, str]
+
+    @property
+    def posed(self) -> Posed:
+        assert isinstance(self.found, Posed), "a call that was taken apart is planned by its parts"
+        return self.found
+
+
+def rewritten(posed: Posed, whole: bool = True) -> Rewriting:
+    """The call behind all rewrites. `whole`: it is not taken apart.
+
+    Raises: `InvalidSchedule`.
+    """
+    said: dict[str, str] = {}
+    for name, rewrite in REWRITES.items():
+        found = rewrite(posed)
+        if isinstance(found, Rewritten):
+            posed, said[name] = found
+        elif isinstance(found, Nothing):
+            if found.why:
+                said[name] = f"nothing, as {found.why}"
+        elif not whole:
+            return Rewriting(found, {name: found.words})
+    return Rewriting(posed, said)
+
+
+def prepared(make: Make, problem: Problem, program: Program, scale: float, target: Target) -> FusedCall | CallApart:
+    """The call by one of `make`, or by several where a rewrite takes it apart."""
+    found = rewritten(Posed(problem, program, target), whole=False).found
+    if isinstance(found, Posed):
+        return make(problem, program, scale, target)
+    return CallApart(functools.partial(_part, make, target), problem, found, scale)
+
+
+def _part(make: Make, target: Target, problem: Problem, program: Program, scale: float) -> FusedCall | CallApart:
+    return prepared(make, problem, program, scale, target)
+
+
+__all__ = [
+    "Apart",
+    "CallApart",
+    "Direction",
+    "Found",
+    "Nothing",
+    "Posed",
+    "Rewriting",
+    "Rewritten",
+    "prepared",
+    "rewritten",
+]

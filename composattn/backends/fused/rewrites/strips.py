@@ -1,6 +1,6 @@
-"""A forward whose mask is of positions of an image (`analysis.strips`), as one whose sequences are strips of it.
+"""A call whose mask is of positions of an image (`analysis.strips`), as one whose sequences are strips of it.
 
-Nothing is copied: the kernel's bulk copies read and write boxes of the image. What is planned is a batch of strips.
+Nothing is copied: the kernels' bulk copies read and write boxes of the image. What is planned is a batch of strips.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import dataclasses
 
 from ....analysis.program import Program
 from ....analysis.strips import KEYS, QUERIES, Strips, reads_image, strips_of
-from ....call.problem import Problem
-from ....graph.expr import Dep
+from ....call.problem import Problem, StripLayout
+from ..tiles.architecture import architecture_of
+from ..tiles.few_queries import splits
+from ..tiles.tiling import ForwardTiling
 from ..tiles.work import visits_now
+from .posed import Found, Nothing, Posed, Rewritten
+from .whole import reads_more_than_positions
 
 LEAST = 8  # rows of an image, so that a strip's queries fill a tile
 WIDEST = 256  # D and Dv whose tiles are copied whole
@@ -19,45 +23,76 @@ WIDEST = 256  # D and Dv whose tiles are copied whole
 FEWER = 0.75
 
 
-@dataclasses.dataclass(frozen=True)
-class InStrips:
-    """The same call, of strips: `batch` counts those of each sequence, `b` in the mods likewise."""
+def by_strips(posed: Posed) -> Found:
+    """The call in strips where that visits fewer tiles.
 
-    strips: Strips
-    problem: Problem
-    program: Program
-
-
-def in_strips(problem: Problem, program: Program) -> InStrips | None:
-    """The call in strips where that visits fewer tiles; None: it stays whole.
-
-    It does where mods read tensors, numbers, lengths or the batch, or positions by more than their row and column.
+    It stays whole where mods read tensors, numbers, lengths or the batch, or positions by more than row and column.
     """
-    if program.mask is None or not problem.layout.is_dense or max(problem.head_dim, problem.head_dim_v) > WIDEST:
-        return None
-    if problem.schedule.batch_invariant or problem.schedule.split_kv not in ("auto", 1):
-        return None
-    if program.sink is not None or program.keep is not None:
-        return None
-    mods = [graph for graph in (program.mask, program.score) if graph is not None]
-    if any(graph.deps & (Dep.B | Dep.RUNTIME) for graph in mods):
-        return None
+    problem, program = posed.problem, posed.program
+    if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given or posed.direction == "backward":
+        return Nothing()
     strips = strips_of(program.mask)
-    if strips is None or not all(reads_image(graph, strips.columns) for graph in mods):
-        return None
-    columns, lengths = strips.columns, (problem.q_len, problem.kv_len)
-    if any(length % columns or length // columns < LEAST for length in lengths):
-        return None
+    if strips is None:
+        return Nothing()
+    why = _not_served(problem, program, strips)
+    if why:
+        return Nothing(why)
+    found = _cut(posed, strips)
+    whole, cut = visited(problem, program), visited(found.problem, found.program)
+    if cut > FEWER * whole:
+        return Nothing(f"strips would visit {cut:.3g} tiles of keys in place of {whole:.3g}, which is no gain")
+    why = _without_a_tiling(found)
+    return (
+        Nothing(why) if why else Rewritten(found, f"{strips.words}; {cut:.3g} tiles of keys visited, not {whole:.3g}")
+    )
+
+
+def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
+    """Why the call can't be of strips; empty where it can."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > WIDEST:
+        return f"D or Dv is {widest}, of more than {WIDEST} tiles are not copied whole"
+    if problem.schedule.batch_invariant or problem.schedule.split_kv not in ("auto", 1):
+        return "the schedule asks for an order of keys, or for parts of them"
+    why = reads_more_than_positions(program)
+    if why:
+        return why
+    mods = [graph for graph in (program.mask, program.score) if graph is not None]
+    if not all(reads_image(graph, strips.columns) for graph in mods):
+        return f"a mod knows positions by more than row and column of an image of {strips.columns} columns"
+    for length in (problem.q_len, problem.kv_len):
+        if length % strips.columns or length // strips.columns < LEAST:
+            return f"{length} positions are not {LEAST} or more whole rows of {strips.columns} columns"
+    return ""
+
+
+def _cut(posed: Posed, strips: Strips) -> Posed:
+    """`batch` counts strips of each sequence, `b` in the mods likewise."""
+    problem, program = posed.problem, posed.program
+    assert program.mask is not None
     score = None if program.score is None else strips.of(program.score)
     of_each = dataclasses.replace(
         problem,
         batch=problem.batch * strips.count,
-        q_len=problem.q_len // columns * QUERIES,
-        kv_len=problem.kv_len // columns * KEYS,
+        q_len=problem.q_len // strips.columns * QUERIES,
+        kv_len=problem.kv_len // strips.columns * KEYS,
+        layout=StripLayout(of=strips),
     )
-    found = InStrips(strips, of_each, Program(score, strips.mask(program.mask)))
-    whole, cut = visited(problem, program), visited(of_each, found.program)
-    return found if cut <= FEWER * whole else None
+    return dataclasses.replace(posed, problem=of_each, program=Program(score, strips.mask(program.mask)))
+
+
+def _without_a_tiling(posed: Posed) -> str:
+    """Why no tiles have whole rows of a strip; empty where some do."""
+    problem, program, target = posed.problem, posed.program, posed.target
+    tiling = of_whole_rows(architecture_of(target).forward_tiling(problem, program, target))
+    if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
+        return ""
+    return "tiles of a strip would have several heads, or parts of the keys"
+
+
+def of_whole_rows(tiling: ForwardTiling) -> ForwardTiling:
+    """With tiles of keys that are whole rows of a strip."""
+    return dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
 
 
 def visited(problem: Problem, program: Program) -> float:

@@ -10,6 +10,7 @@ What captured tensors of 32 bits and run-time numbers hold is taken to be no mor
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
@@ -19,8 +20,17 @@ from ....graph.expr import DType, Expr, walk
 from ....graph.linear import OF_TYPE, POSITIONS, UNKNOWN, Bounds, Ranges
 from ....graph.ops import apply
 from ....graph.rebuilt import rebuild
+from .posed import Found, Nothing, Posed, Rewritten
 
 _GROWING = ("add", "sub", "neg", "mul", "pow", "lshift", "abs")  # all others stay within their arguments
+
+
+def in_64_bits(posed: Posed) -> Found:
+    """The call with what could leave 32 bits widened."""
+    wide = widened(posed.program, posed.problem)
+    if wide is posed.program:
+        return Nothing()
+    return Rewritten(dataclasses.replace(posed, program=wide), "what positions could take beyond 32 bits has 64")
 
 
 def widened(program: Program, problem: Problem) -> Program:

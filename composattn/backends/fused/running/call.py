@@ -19,9 +19,9 @@ from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
 from ....graph.lent import Lending, TensorsOf, lent_again
 from ..compiling.compile import compile_plan
-from ..planning.plan import plan_forward
-from ..planning.plan_backward import plan_backward
-from ..rewrites.widened import widened
+from ..planning.plan import forward_of
+from ..planning.plan_backward import backward_of
+from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
 from .gradient import FusedGradient
@@ -47,11 +47,11 @@ class FusedCall:
         target: Target,
         kernel_of: Callable[[Any], Any] = compile_plan,
     ) -> None:
-        program = widened(program, problem)
         self.problem, self.program, self.scale, self.target = problem, program, scale, target
         self.kernel_of, self.architecture = kernel_of, architecture_of(target)
         # refuses what it can't do now, not at the first call
-        self._forward = plan_forward(problem, program, target, return_lse=True, positive_scale=scale > 0)
+        self.forward = rewritten(Posed(problem, program, target))
+        self._forward = forward_of(self.forward.posed, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self.captured = TensorsOf(program.captures)  # as the mods hold them now
         self._sources = [c for c in behind(program.captures) if not isinstance(c, Derived)]
@@ -137,13 +137,25 @@ class FusedCall:
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        call, architecture = (self.problem, self.program, self.target), architecture_of(self.target)
-        plans = [(str(self._forward), architecture.forward_words(*call))]
+        forward, architecture = self.forward.posed, architecture_of(self.target)
+        words = architecture.forward_words(forward.problem, forward.program, self.target)
+        plans = [(str(self._forward), words)]
         if self.has_backward:
-            in_order = self.gradient.deterministic()
-            plan = plan_backward(*call, deterministic=in_order)
-            plans.append((str(plan), architecture.backward_words(*call, in_order)))
+            backward, in_order = self.gradient.rewriting.posed, self.gradient.deterministic()
+            words = architecture.backward_words(backward.problem, backward.program, self.target, in_order)
+            plans.append((str(backward_of(backward, deterministic=in_order)), words))
         return "\n".join(f"{plan}\n  class      {words}" for plan, words in plans)
+
+    @property
+    def rewrites(self) -> str:
+        """What each rewrite made of the call, or why it left it as it is; of the backward, what it did otherwise."""
+        forward = self.forward.said
+        lines = [f"{name}: {words}" for name, words in forward.items()]
+        if self.has_backward:
+            backward = self.gradient.rewriting.said
+            names = [name for name in {**forward, **backward} if forward.get(name) != backward.get(name)]
+            lines += [f"{name}, backward: {backward.get(name, 'nothing')}" for name in names]
+        return "\n".join(lines)
 
     @property
     def captured_sums(self) -> str:

@@ -9,6 +9,7 @@ sequences it reads the lengths on the host. Gradients of sinks come from the ker
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ from ...gathered import total_for
 from ...sinks import add_gradients, by_head
 from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import compile_plan
-from ..planning.plan_backward import SinkForm, plan_backward
+from ..planning.plan_backward import SinkForm, backward_of
+from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
 from .launch_backward import BackwardLauncher, SinkGradient, Tables
 
@@ -51,7 +53,9 @@ class FusedGradient:
         kernel_of: Callable[[Any], Any] = compile_plan,
     ) -> None:
         self.kernel_of = kernel_of
-        self.problem, self.program, self.scale, self.target = problem, program, scale, target
+        self.problem, self.scale, self.target = problem, scale, target
+        self.rewriting = rewritten(Posed(problem, program, target, "backward"))
+        self.program = program = self.rewriting.posed.program
         self._launchers: dict[Any, BackwardLauncher] = {}
         self._summing: dict[frozenset[Capture], GradientProgram] = {}
         self.fusable = fused_reads(program)
@@ -74,7 +78,7 @@ class FusedGradient:
             program = self.summing(summed) if summed else self.program
             sinks = self._form_of_sinks() if of_sinks else None
             how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
-            plans = plan_backward(self.problem, program, self.target, **how)
+            plans = backward_of(dataclasses.replace(self.rewriting.posed, program=program), **how)
             found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....analysis.bands import mirrored, residual
 from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
 from ....analysis.program import Program
+from ....analysis.tile_lists import Extent
 from ....call.problem import Problem
 from ....graph.expr import Dep, Expr, Rate, walk
 from ....graph.gradient import derivative
@@ -120,3 +121,12 @@ def may_pass(problem: Problem, program: Program, heads: int) -> bool:
     """Whether groups of a query tile's rows may visit other keys, neighbouring ones."""
     apart = program.mask is not None and len(program.intervals) == 1
     return apart and problem.layout.is_dense and heads == 1 and not problem.schedule.batch_invariant
+
+
+def extent_of(problem: Problem) -> Extent:
+    """What lists of tiles are made for: the longest sequence there can be, all rows where nothing else is said."""
+    p, layout = problem, problem.layout
+    q_len = p.q_len if layout.max_q_len is None or layout.q == "dense" else min(p.q_len, layout.max_q_len)
+    kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
+    unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
+    return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)

@@ -10,9 +10,9 @@ from ....call.problem import Problem
 from ....call.schedule import MOST_SPLITS
 from ....errors import InvalidSchedule
 from ....graph.expr import Dep
-from ..tiles.target import Target
-from ..tiles.tiling import ForwardTiling, key_tiles, query_tiles, slots
-from ..tiles.traits import keys, queries
+from .target import Target
+from .tiling import ForwardTiling, key_tiles, query_tiles, slots
+from .traits import keys, queries
 
 
 def packed_heads(problem: Problem, program: Program, rows: int) -> int:

@@ -11,12 +11,11 @@ from ....analysis.tile_lists import QueryLists, reason_for_lists
 from ....call.problem import Problem
 from ....graph.expr import Dep, index
 from ....graph.rebuilt import substitute
-from ..tiles.order import exchanged, mirror
-from ..tiles.stretches import falls_apart
-from ..tiles.tiling import BackwardTiling
-from ..tiles.traits import bounds_queries, changes_weights, has_bounded_documents, has_costly_test, padded
-from ..tiles.work import fixed_visits
-from .plan import extent_of
+from .order import exchanged, mirror
+from .stretches import falls_apart
+from .tiling import BackwardTiling
+from .traits import bounds_queries, changes_weights, extent_of, has_bounded_documents, has_costly_test, padded
+from .work import fixed_visits
 
 
 def all_are_seen(tiling: BackwardTiling, problem: Problem, program: Program) -> bool:
