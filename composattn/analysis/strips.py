@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,9 @@ class Strips:
     columns: int
     before: int
     beyond: bool = False
+
+    apart: ClassVar[int] = QUERIES
+    wide: ClassVar[int] = KEYS
 
     @property
     def count(self) -> int:

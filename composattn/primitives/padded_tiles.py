@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .seqlen import DenseSequence, PackedSequence, Sequence
+from .strip_rows import StripSequence
 from .values import Fixed
 
 
@@ -30,6 +31,8 @@ class PaddedTiles(Fixed):
         if isinstance(sequence, DenseSequence):
             stretch = sequence.stretch
             return PaddedTiles(b, 0 if stretch is None else stretch.start // tile + stretch.number)
+        if isinstance(sequence, StripSequence):
+            return PaddedTiles(b, 0)
         assert isinstance(sequence, PackedSequence), "keys in pages have no workspaces"
         return PaddedTiles(0, sequence.start // tile + b)
 

@@ -2,7 +2,7 @@
 
 Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes of some columns of some image rows, which
 come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
-one reach beyond the image, where copies find zeros.
+one reach beyond the image, where copies find zeros. Of their gradients each strip has a part, in an entry of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .seqlen import WholeSequence
+from .seqlen import DenseRows, PackedRows, PagedRows, WholeSequence
+from .seqlen import rows_of as unstripped
 from .values import Bundle
 
 
@@ -43,6 +44,7 @@ class StripRows(Bundle):
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
     for_loads = for_copies
+    for_parts = staticmethod(DenseRows.for_copies)  # (B * count, H, rows, D), which each strip has an entry of
 
     def sequence(self, b: Int32) -> StripSequence:
         return StripSequence(self, b // self.count, b % self.count, self.length)
@@ -59,7 +61,10 @@ class StripSequence(WholeSequence):
     start: int = 0
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies`."""
+        """(rows, columns, number of the tile) of a tensor made by `for_copies`, or by `for_parts`."""
+        if not isinstance(tensor.shape[0], tuple):
+            entry = self.b * self.of.count + self.strip
+            return cute.local_tile(tensor[None, None, h, entry], tile, (None, column))
         first = self.strip * self.of.apart - self.of.before
         rows = cute.domain_offset(((first, 0), 0), tensor[None, None, h, self.b])
         return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
@@ -84,3 +89,15 @@ class StripSequence(WholeSequence):
 def in_copies(rows: Any, count: Any, columns: int) -> tuple[Any, int]:
     """The shape of so many `rows`, of any kind, and columns in what `for_copies` makes."""
     return ((rows.wide, count // rows.wide) if isinstance(rows, StripRows) else count), columns
+
+
+Rows = DenseRows | PackedRows | PagedRows | StripRows
+
+
+def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tuple[Any, Any]:
+    """Where the rows of queries and of keys lie, on the host, as `seqlen.rows_of` says, or in strips of an image."""
+    strips = layout.strips
+    if strips is None:
+        return unstripped(layout, q, k, sequences)
+    queries = StripRows(Int32(q.shape[2]), strips.columns, strips.apart, strips.apart, 0)
+    return queries, StripRows(Int32(k.shape[2]), strips.columns, strips.apart, strips.wide, strips.before)

@@ -180,7 +180,7 @@ class BlackwellBackwardPair(BlackwellBackward):
 
     # --- copies -----------------------------------------------------------------------------------------------
 
-    def loads(self, mQ, mdO, mK, mV, layouts) -> list:
+    def loads(self, mQ, mdO, mK, mV, layouts, queries, keys) -> list:
         return [self.paired(tensor, name) for tensor, name in ((mQ, "q"), (mdO, "do"), (mK, "k"), (mV, "v"))]
 
     def loads_across(self, mQ, mdO, mK) -> list:

@@ -217,7 +217,7 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
 
     # --- copies -----------------------------------------------------------------------------------------------
 
-    def loads(self, mQ, mdO, mK, mV, layouts) -> list:
+    def loads(self, mQ, mdO, mK, mV, layouts, queries, keys) -> list:
         tiling = self.tiling
         keys = [(mK, (tiling.block_keys, tiling.d)), (mV, (tiling.block_keys, tiling.dv))]
         return [self.of_box(*each) for each in ((mQ, tiling.by_columns), (mdO, tiling.by_columns), *keys)]

@@ -20,7 +20,8 @@ from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, coun
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
-from ....primitives.seqlen import Rows, rows_of
+from ....primitives.seqlen import Rows
+from ....primitives.strip_rows import StripRows, in_copies, rows_of
 from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
@@ -84,17 +85,17 @@ class Backward(Kernel, Generic[AnyTiling]):
         statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = [
-            *self.loads(mQ, mdO, mK, mV, layouts),
+            *self.loads(mQ, mdO, mK, mV, layouts, queries, keys),
             cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
             part = self.stored_rows, width // self.stored_across
-            stored = keys.for_stores(tensor, part[0]) if self.plan.has_stretches else keys.for_copies(tensor)
+            stored = self.stored(keys, tensor, part[0])
             copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
         across = self.loads_across(mQ, mdO, mK)
         group = mQ.shape[2] // mK.shape[2]
-        order = self.order(given, mK, group)
+        order = self.order(given, mK, group, queries, keys)
         flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
         pieces = pieces_of(self.plan.tiling, given.pieces) if self.plan.in_pieces else None
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
@@ -120,14 +121,22 @@ class Backward(Kernel, Generic[AnyTiling]):
             use_pdl=True,
         )
 
-    def loads(self, mQ: Any, mdO: Any, mK: Any, mV: Any, layouts: Any) -> list:
+    def stored(self, keys: Any, tensor: cute.Tensor, box: int) -> cute.Tensor:
+        """dK or dV as copies of so many rows see it."""
+        if self.plan.has_stretches:
+            return keys.for_stores(tensor, box)
+        return keys.for_parts(tensor) if isinstance(keys, StripRows) else keys.for_copies(tensor)
+
+    def loads(self, mQ: Any, mdO: Any, mK: Any, mV: Any, layouts: Any, queries: Any, keys: Any) -> list:
         """Copies of tiles of Q, dO, K and V."""
         tiling, load, first = self.tiling, cpasync.CopyBulkTensorTileG2SOp(), [0, 1]
+        q_box, dout_box = [in_copies(queries, tiling.tile_m, width) for width in (tiling.d, tiling.dv)]
+        k_box, v_box = [in_copies(keys, tiling.block_keys, width) for width in (tiling.d, tiling.dv)]
         return [
-            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), (tiling.tile_m, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), (tiling.tile_m, tiling.dv)),
-            cpasync.make_tiled_tma_atom(load, mK, layouts.k, (tiling.block_keys, tiling.d)),
-            cpasync.make_tiled_tma_atom(load, mV, layouts.v, (tiling.block_keys, tiling.dv)),
+            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), q_box),
+            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), dout_box),
+            cpasync.make_tiled_tma_atom(load, mK, layouts.k, k_box),
+            cpasync.make_tiled_tma_atom(load, mV, layouts.v, v_box),
         ]
 
     def loads_across(self, mQ: Any, mdO: Any, mK: Any) -> list:
@@ -138,18 +147,21 @@ class Backward(Kernel, Generic[AnyTiling]):
         """The tensors as a block sees them."""
         return tensors
 
-    def order(self, given: MainArguments, mK: cute.Tensor, group) -> TileScheduler:
+    def order(self, given: MainArguments, mK: cute.Tensor, group, queries: Any, keys: Any) -> TileScheduler:
         """Of the tiles of keys: heads whose queries stay in L2 together."""
         tiling, kv_heads = self.plan.tiling, mK.shape[2]
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
+        entries, kv_rows = mK.shape[3], mK.shape[0]
+        if isinstance(keys, StripRows):
+            q_rows, entries, kv_rows = queries.length, entries * keys.count, keys.length
         if given.work is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
-            q_rows = q_rows * given.q.shape[0]
+            q_rows = q_rows * (entries if isinstance(keys, StripRows) else given.q.shape[0])
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         # with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle
         tiles = 3 * self.plan.target.sms // 2 // tiling.sharing
         sections = Sections(q_bytes, tiling.l2, tiling.heads_together, tiles, tiling.heads_at_last or None)
-        return TileScheduler.of(given.work, mK.shape[0], tiling.tile_n, mK.shape[3], kv_heads, kv_heads, sections)
+        return TileScheduler.of(given.work, kv_rows, tiling.tile_n, entries, kv_heads, kv_heads, sections)
 
     @cute.kernel
     def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, work):

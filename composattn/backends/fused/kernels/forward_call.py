@@ -8,15 +8,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ....analysis.strips import KEYS, QUERIES, Strips
 from ....primitives.emit import Leaves
 from ....primitives.equal_shares import EqualShares
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE, Part
-from ....primitives.seqlen import Rows, Sequence, most_rows, rows_of
+from ....primitives.seqlen import Rows, Sequence, most_rows
 from ....primitives.shares import Portion, Shares
-from ....primitives.strip_rows import StripRows, in_copies
+from ....primitives.strip_rows import in_copies, rows_of
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
@@ -60,12 +59,7 @@ def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
 def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int) -> Launched:
     """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work."""
     tiling, dtype = plan.tiling, given.q.element_type
-    queries: Any  # never in pages
-    keys: Any
-    if plan.strips is None:
-        queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
-    else:
-        queries, keys = _rows_of_strips(plan.strips, given.q, given.k)
+    queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     # a tile is the first two modes
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
     mQ = queries.for_loads(given.q)  # a row of Q has no say in what other rows get
@@ -102,12 +96,6 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
         shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
     tmas, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)
-
-
-def _rows_of_strips(strips: Strips, q: cute.Tensor, k: cute.Tensor) -> tuple[StripRows, StripRows]:
-    columns = strips.columns
-    keys = StripRows(Int32(k.shape[2]), columns, QUERIES, KEYS, strips.before)
-    return StripRows(Int32(q.shape[2]), columns, QUERIES, QUERIES, 0), keys
 
 
 @dataclasses.dataclass

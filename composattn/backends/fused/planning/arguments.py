@@ -157,8 +157,8 @@ class MainArguments(NamedTuple):
     dout: Any  # (B, Hq, Sq, Dv)
     workspace: Any  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; see `primitives.padded_tiles`
     dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
-    dk: Any  # (B, Hkv, Skv, D)
-    dv: Any  # (B, Hkv, Skv, Dv)
+    dk: Any  # (B, Hkv, Skv, D), or parts, of each strip of an image (B * strips, Hkv, rows of the strip, D)
+    dv: Any  # (B, Hkv, Skv, Dv), likewise
     pieces: Any  # of tiles that are cut: `PiecesArguments`
     turns: Any  # (B, Hq, tiles * sharing) int32, zeros: how many have added to a tile of dQ, or a block's part
     scale: Any
@@ -170,17 +170,15 @@ class MainArguments(NamedTuple):
     @staticmethod
     def of(plan: BackwardPlan) -> MainArguments:
         dtype, layout = plan.dtype, plan.layout
-        dk = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim)
-        dv = _rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v)
         return MainArguments(
             q=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim),
-            k=dk,
-            v=dv,
+            k=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim),
+            v=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
             dout=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
             workspace=WORKSPACE,
             dq_accum=_dq_accum(plan),
-            dk=dk,
-            dv=dv,
+            dk=_key_gradient(plan, plan.head_dim),
+            dv=_key_gradient(plan, plan.head_dim_v),
             pieces=PIECES if plan.in_pieces else None,
             turns=TensorForm(torch.int32, (_entries(plan), "heads", "turns"), 1, align=4)
             if plan.deterministic
@@ -236,8 +234,8 @@ class GatherArguments(NamedTuple):
     def of(plan: GatherPlan) -> GatherArguments:
         return GatherArguments(
             pieces=PIECES,
-            dk=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim),
-            dv=_rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
+            dk=_key_gradient(plan, plan.head_dim),
+            dv=_key_gradient(plan, plan.head_dim_v),
             sequences=_sequences(plan.layout),
         )
 
@@ -257,9 +255,16 @@ def _rows(dtype: torch.dtype, lie: str, heads: str, length: str, d: int) -> Tens
     return TensorForm(dtype, shapes[lie], 8, align=16)
 
 
+def _key_gradient(plan: BackwardPlan | GatherPlan, d: int) -> TensorForm:
+    """dK or dV: like the keys, or an entry for each strip of an image, (B * strips, Hkv, rows, D)."""
+    if plan.layout.strips is None:
+        return _rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", d)
+    return TensorForm(plan.dtype, ("entries", "kv_heads", "strip", d), 8, align=16)
+
+
 def _entries(plan: TiledPlan) -> str:
     """Size of a workspace's first mode; see `composattn.primitives.padded_tiles`."""
-    return "batch" if plan.layout.is_dense else "entries"
+    return "batch" if plan.layout.is_dense and plan.layout.strips is None else "entries"
 
 
 def _dq_accum(plan: TiledPlan) -> TensorForm:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from ....analysis.program import Program
 from ....analysis.strips import KEYS, QUERIES, Strips, reads_image, strips_of
 from ....call.problem import Problem, StripLayout
+from ....call.strides import ordered
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
@@ -29,7 +32,7 @@ def by_strips(posed: Posed) -> Found:
     It stays whole where mods read tensors, numbers, lengths or the batch, or positions by more than row and column.
     """
     problem, program = posed.problem, posed.program
-    if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given or posed.direction == "backward":
+    if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
         return Nothing()
     strips = strips_of(program.mask)
     if strips is None:
@@ -84,7 +87,12 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
 def _without_a_tiling(posed: Posed) -> str:
     """Why no tiles have whole rows of a strip; empty where some do."""
     problem, program, target = posed.problem, posed.program, posed.target
-    tiling = of_whole_rows(architecture_of(target).forward_tiling(problem, program, target))
+    architecture = architecture_of(target)
+    if posed.direction == "backward":
+        tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
+        whole = all(t.sharing == 1 and t.tile_m % QUERIES == 0 and t.tile_n % KEYS == 0 for t in tilings)
+        return "" if whole else "tiles of the backward have no whole rows of a strip"
+    tiling = of_whole_rows(architecture.forward_tiling(problem, program, target))
     if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
         return ""
     return "tiles of a strip would have several heads, or parts of the keys"
@@ -100,3 +108,49 @@ def visited(problem: Problem, program: Program) -> float:
     visits = visits_now(problem, program.intervals, 128, 128)
     assert visits is not None, "no tensors decide"
     return int(visits.sum()) / visits.numel()
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyParts:
+    """Gradients of keys by strips: of each its queries' part, to be added where strips overlap.
+
+    Any column of the image is in two strips at most, as their keys are twice as wide as they are apart.
+    """
+
+    strips: Strips
+
+    def of_queries(self, batch: int, length: int) -> tuple[int, int]:
+        """How many strips there are of images of this `length`, and how many queries each has."""
+        return batch * self.strips.count, length // self.strips.columns * QUERIES
+
+    def memory(self, keys: torch.Tensor) -> torch.Tensor:
+        """(B * count, H, rows * KEYS, D) for parts of the gradient of keys (B, H, S, D)."""
+        batch, heads, length, width = keys.shape
+        strips = self.strips
+        return keys.new_empty(batch * strips.count, heads, length // strips.columns * KEYS, width)
+
+    def joined(self, parts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """(B, H, S, D) of such memory, in the order of `keys`: sums of two parts, rounded once."""
+        count, columns = self.strips.count, self.strips.columns
+        whole = ordered(keys, keys.shape[-1])
+        image = whole.unflatten(2, (-1, columns))
+        # (B, H, rows, count, 2, QUERIES, D): columns in blocks, of which each strip has two
+        blocks = parts.unflatten(2, (-1, 2, QUERIES)).unflatten(0, (-1, count)).permute(0, 2, 3, 1, 4, 5, 6)
+        first, second = blocks.unbind(4)
+        # block j of both begins so many columns `before` 16 j; between them lie whole blocks that two strips have
+        begin, end = max(1, -(-self.strips.before // QUERIES)), min(count, (columns + self.strips.before) // QUERIES)
+        for j in (*range(begin), *range(end, count + 1)):
+            start = j * QUERIES - self.strips.before
+            inside = slice(max(0, -start), max(0, min(QUERIES, columns - start)))
+            if inside.start >= inside.stop:
+                continue
+            place = image[:, :, :, start + inside.start : start + inside.stop]
+            halves = [half for half in ((first, j), (second, j - 1)) if 0 <= half[1] < count]
+            found = [half[:, :, :, n, inside] for half, n in halves]
+            torch.add(*found, out=place) if len(found) == 2 else place.copy_(found[0])
+        if begin < end:
+            start = begin * QUERIES - self.strips.before
+            place = image[:, :, :, start : start + (end - begin) * QUERIES].unflatten(3, (-1, QUERIES))
+            torch.add(first[:, :, :, begin:end], second[:, :, :, begin - 1 : end - 1], out=place)
+        image[:, :, :, (count + 1) * QUERIES - self.strips.before :] = 0  # which nobody sees
+        return whole

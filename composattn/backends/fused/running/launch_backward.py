@@ -15,6 +15,7 @@ from ....graph.expr import Capture
 from ..compiling.compile import compile_plan
 from ..planning.arguments import PiecesArguments
 from ..planning.plan_backward import COUNTER, BackwardPlans
+from ..rewrites.strips import KeyParts
 from ..tiles.stretches import most_places
 from ..tiles.work import StretchTables
 from .bulk import copyable
@@ -65,6 +66,8 @@ class BackwardLauncher:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
         self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
+        strips = plans.main.layout.strips
+        self.key_parts = None if strips is None else KeyParts(strips)
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
         self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
@@ -126,8 +129,12 @@ class BackwardLauncher:
         layout = self.plans.main.layout
         # as `memory_like`, without the calls: this runs in a thread of torch's whose caches are cold
         dq = torch.empty_like(q) if q.is_contiguous() else memory_like(q)
-        dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
-        dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
+        parts = self.key_parts
+        if parts is None:
+            dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
+            dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
+        else:
+            dk, dv = parts.memory(k), parts.memory(v)
         nothing = not q.numel() or not k.numel()
         if layout.used_q or nothing:
             dq.zero_()
@@ -146,7 +153,7 @@ class BackwardLauncher:
             *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
             *(scale, captured, scalars, sequences, made, of_sinks, tables),
         )
-        return dq, dk, dv
+        return (dq, dk, dv) if parts is None else (dq, parts.joined(dk, k), parts.joined(dv, v))
 
     def fill(
         self,
@@ -186,7 +193,7 @@ class BackwardLauncher:
         workspace, dq_accum = memory
         turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
         sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
-        pieces = None if self.plans.main.cut is None else self.pieces(k, keys)
+        pieces = None if self.plans.main.cut is None else self.pieces(dk, keys)
         given = (
             # each in the order of its record: one made by name takes 0.5 to 1 µs more
             (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
@@ -261,17 +268,17 @@ class BackwardLauncher:
             None if main.work is None else main.work(mirrored, counts, total),
         )
 
-    def pieces(self, k: torch.Tensor, table: torch.Tensor | None) -> PiecesArguments:
+    def pieces(self, dk: torch.Tensor, table: torch.Tensor | None) -> PiecesArguments:
         """Memory for the sums of pieces, and how tiles of keys are cut, which come by a `table`, if there is one."""
         cut, t = self.plans.main.cut, self.tiling
         assert cut is not None
         if cut.tiles is not None:
             count = cut.cut
         else:
-            entries = k.shape[0] * -(-k.shape[2] // t.tile_n) if table is None else table.shape[0]
-            count = entries * k.shape[1]
+            entries = dk.shape[0] * -(-dk.shape[2] // t.tile_n) if table is None else table.shape[0]
+            count = entries * dk.shape[1]
         size = count * (cut.pieces * t.tile_n * (t.d + t.dv) + 4)
-        workspace = torch.empty(size, dtype=torch.float32, device=k.device)
+        workspace = torch.empty(size, dtype=torch.float32, device=dk.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=count, pieces=cut.pieces)
 
     def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _Sizes:
@@ -279,6 +286,8 @@ class BackwardLauncher:
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
+            if self.key_parts is not None:
+                batch, q_len = self.key_parts.of_queries(batch, q_len)
             tiles = most_places(q_len, tile_m) if self.plans.main.has_stretches else -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape

@@ -37,6 +37,9 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     before, kernel, after, gather = launcher.preprocess, launcher.main, launcher.postprocess, launcher.gather
     like_q, like_k, like_v = like
+    parts = launcher.key_parts
+    if parts is not None:
+        like_k = like_v = parts.memory
     taken, number = sizes.scratch.taken, sizes.scratch.number
     turns_of, pieces_of = sizes.turns, None if plan.cut is None else launcher.pieces
     device = device_number(q.device) if has_streams(q.device) else None
@@ -76,9 +79,9 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
             memory, place = taken(stream or 0)
         workspace, sums = memory
         turns = None if turns_of is None else torch.zeros(turns_of, dtype=torch.int32, device=q.device)
-        pieces = None if pieces_of is None else pieces_of(k, keys)
         sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
+        pieces = None if pieces_of is None else pieces_of(dk, keys)
         read, told = tuple(captured) or None, tuple(numbers) or None
         # each in the order of its record
         before(out, dout, lse, None, workspace, sums, None, rows, sinks)
@@ -88,6 +91,6 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
             gather(pieces, dk, dv, None)
         if place is not None:
             kept[place] = memory
-        return dq, dk, dv
+        return (dq, dk, dv) if parts is None else (dq, parts.joined(dk, k), parts.joined(dv, v))
 
     return run

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from .....primitives.padded_tiles import PaddedTiles
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import THREADS, load_part
-from .....primitives.seqlen import rows_of
+from .....primitives.strip_rows import in_copies, rows_of
 from .....primitives.swizzled_tiles import tile_layout
 from ...planning.arguments import PostprocessArguments
 from ...planning.plan_backward import AnyTiling, PostprocessPlan
@@ -63,7 +63,8 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
         dq = queries.for_stores(given.dq, self.rows) if self.plan.has_stretches else queries.for_copies(given.dq)
-        tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, (self.rows, tiling.d))
+        box = in_copies(queries, self.rows, tiling.d)
+        tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
         sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
             grid=self.blocks(given.dq_accum, given.work).grid,

@@ -16,7 +16,7 @@ from .....primitives.padded_tiles import (
 )
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
-from .....primitives.seqlen import rows_of
+from .....primitives.strip_rows import rows_of
 from .....primitives.values import aligned, choose, move, permuted
 from ...planning.arguments import PreprocessArguments
 from ...planning.plan_backward import COUNTER, PreprocessPlan
