@@ -14,11 +14,12 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import pad
 
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Dep, Expr, const, index, walk
 from ..graph.ops import apply
-from ..graph.rebuilt import substitute
+from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
 
 QUERIES = 16  # columns of a strip
@@ -32,18 +33,21 @@ class Strips:
     """Strips of an image of `columns` columns. Keys begin `before` columns in front of the queries, also outside.
 
     `beyond`: whether the mask's own terms would show columns that are outside, as those of causal axes do.
+    `several_axes`: rows are of more than one axis, so those that a row sees need not lie together.
     """
 
     columns: int
     before: int
     beyond: bool = False
+    several_axes: bool = False
 
     apart: ClassVar[int] = QUERIES
     wide: ClassVar[int] = KEYS
 
     @property
     def count(self) -> int:
-        return self.columns // QUERIES
+        """The last one may reach beyond the image."""
+        return -(-self.columns // QUERIES)
 
     @property
     def words(self) -> str:
@@ -64,7 +68,7 @@ class Strips:
         """`graph`, which `reads_image` alone, for strip b % count: of place i is row i // QUERIES of the image (for
         keys i // KEYS), and column i % QUERIES of the strip (i % KEYS).
         """
-        return substitute(graph, self._places())
+        return substitute(in_image(graph, self.columns), self._places())
 
     def _places(self) -> dict[Expr, Expr]:
         """Row and column of the image by a strip's places."""
@@ -84,7 +88,29 @@ def in_columns(term: Expr) -> bool:
 
 def reads_image(graph: Expr, columns: int) -> bool:
     """Whether it knows positions by their row and column in the image alone."""
-    return not _deps_without(graph, *_coordinates("q", columns), *_coordinates("kv", columns)) & POSITIONS
+    known = *_coordinates("q", columns), *_coordinates("kv", columns)
+    return not _deps_without(in_image(graph, columns), *known) & POSITIONS
+
+
+def rows_seen(mask: Expr, columns: int, rows: int, heads: int) -> torch.Tensor:
+    """bool (rows, rows): whether a row of queries may see a row of keys, of a mask that has strips, of any head."""
+    q_row, kv_row = _coordinates("q", columns)[0], _coordinates("kv", columns)[0]
+    found = torch.ones(rows, rows, dtype=torch.bool)
+    at = Env({"q": torch.arange(rows)[:, None], "kv": torch.arange(rows), "h": torch.arange(heads)[:, None, None]})
+    for term in terms(in_image(mask, columns)):
+        if not _deps_without(term, q_row, kv_row) & POSITIONS:
+            seen = evaluate(substitute(term, {q_row: index("q"), kv_row: index("kv")}), at)
+            found = found & (seen.any(0) if seen.ndim == 3 else seen)
+    return found
+
+
+def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:
+    """`graph`, which `reads_image` alone, for queries and keys from these rows of the image on."""
+    places = {}
+    for name, first in (("q", q_row), ("kv", kv_row)):
+        row = _coordinates(name, columns)[0]
+        places[row] = apply("add", row, const(first))
+    return substitute(in_image(graph, columns), places)
 
 
 def strips_of(mask: Expr) -> Strips | None:
@@ -92,9 +118,10 @@ def strips_of(mask: Expr) -> Strips | None:
 
     Looks for a conjunction of terms of rows (q // n, kv // n) and terms of columns (q % n, kv % n), with one n.
     """
-    columns = _columns(mask)
-    if columns is None or columns % QUERIES or columns > _MOST:
+    columns, several_axes = _columns(mask)
+    if columns is None or columns < QUERIES or columns > _MOST:
         return None
+    mask = in_image(mask, columns)
     (q_row, q_column), (kv_row, kv_column) = _coordinates("q", columns), _coordinates("kv", columns)
     of_columns = []
     for term in terms(mask):
@@ -102,7 +129,10 @@ def strips_of(mask: Expr) -> Strips | None:
             of_columns.append(substitute(term, {q_column: index("q"), kv_column: index("kv")}))
         elif _deps_without(term, q_row, kv_row) & POSITIONS:
             return None
-    return _around(functools.reduce(partial(apply, "and"), of_columns), columns) if of_columns else None
+    if not of_columns:
+        return None
+    found = _around(functools.reduce(partial(apply, "and"), of_columns), columns)
+    return None if found is None else dataclasses.replace(found, several_axes=several_axes)
 
 
 def _around(sees: Expr, columns: int) -> Strips | None:
@@ -110,6 +140,7 @@ def _around(sees: Expr, columns: int) -> Strips | None:
     q, kv = torch.arange(columns)[:, None], torch.arange(-KEYS, columns + KEYS)
     seen = evaluate(sees, Env({"q": q, "kv": kv})).expand(columns, len(kv))
     # by strip, and by column from KEYS before the image's first one on
+    seen = pad(seen, (0, 0, 0, -columns % QUERIES))
     of_strips = seen.reshape(-1, QUERIES, len(kv)).any(1).tolist()
     inside = range(KEYS, KEYS + columns)
     ahead = [c - KEYS - s * QUERIES for s, row in enumerate(of_strips) for c in inside if row[c]]
@@ -121,12 +152,47 @@ def _around(sees: Expr, columns: int) -> Strips | None:
     return Strips(columns, before, any(shown and c not in inside for shown, c in own))
 
 
-def _columns(mask: Expr) -> int | None:
-    """The n of all q // n, q % n and the same of kv; None where there are several."""
+def _columns(mask: Expr) -> tuple[int | None, bool]:
+    """The n of all q // n, q % n and the same of kv, or of several the one that divides all others; whether there are
+    several. None where there is none.
+    """
     positions = index("q"), index("kv")
-    found = {n.args[1] for n in walk(mask) if n.op in ("floordiv", "mod") and n.args[0] in positions}
-    columns = found.pop().attr if len(found) == 1 else None
-    return columns if isinstance(columns, int) and columns > 1 else None
+    found = {n.args[1].attr for n in walk(mask) if n.op in ("floordiv", "mod") and n.args[0] in positions}
+    if not found or not all(isinstance(n, int) and n > 1 for n in found):
+        return None, False
+    least: int = min(found)
+    return None if any(n % least for n in found) else least, len(found) > 1
+
+
+def in_image(graph: Expr, columns: int) -> Expr:
+    """`graph` with positions by their row and column in an image: q // (m * columns) is row // m, and so on.
+
+    Of three axes, as of a video, all but the last one are rows, one below the other.
+    """
+    done: dict[Expr, Expr] = {}
+    for node in walk(graph):
+        args = tuple(done[a] for a in node.args)
+        done[node] = _by_row(node, columns) or (node if args == node.args else rebuild(node, args))
+    return done[graph]
+
+
+def _by_row(node: Expr, columns: int) -> Expr | None:
+    """A quotient or a remainder of a position, by more than a row; None of anything else."""
+    if node.op not in ("floordiv", "mod") or not isinstance(node.args[1].attr, int):
+        return None
+    of, by = node.args[0], node.args[1].attr
+    if of.op == "mod" and node.op == "floordiv" and of.args[0] in (index("q"), index("kv")):
+        size = of.args[1].attr
+        if isinstance(size, int) and size % columns == 0 == by % columns:
+            row = apply("mod", _coordinates(of.args[0].attr, columns)[0], const(size // columns))
+            return row if by == columns else apply("floordiv", row, const(by // columns))
+    if of not in (index("q"), index("kv")) or by % columns or by == columns:
+        return None
+    row, column = _coordinates(of.attr, columns)
+    if node.op == "floordiv":
+        return apply("floordiv", row, const(by // columns))
+    above = apply("mul", apply("mod", row, const(by // columns)), const(columns))
+    return apply("add", above, column)
 
 
 def _coordinates(name: str, columns: int) -> tuple[Expr, Expr]:

@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def strips(self) -> Strips | None:
-        """Of which sequences are strips; None: they lie row by row."""
+        """How images are cut into strips, which are the sequences; None where sequences lie row by row."""
         return None
 
     @property

@@ -128,6 +128,10 @@ class DenseSequence(Fixed):
         """How many rows are meant, from `origin` to the `end`."""
         return self.length if self.stretch is None else self.stretch.stop - self.stretch.start
 
+    def has(self, row: Any) -> Any:
+        """Whether there is such a row, of those that are not before the first one."""
+        return row < self.end
+
     def from_start(self, row: Any) -> Any:
         """The row that is the `row`-th of the tiles."""
         return row if isinstance(self.origin, int) and self.origin == 0 else self.origin + row
@@ -177,6 +181,10 @@ class WholeSequence(Fixed):
     @property
     def rows(self) -> Int32:
         return self.length
+
+    def has(self, row: Any) -> Any:
+        """Whether there is such a row."""
+        return row < self.end
 
     def from_start(self, row: Any) -> Any:
         return row

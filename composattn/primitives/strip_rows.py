@@ -33,8 +33,8 @@ class StripRows(Bundle):
 
     @property
     def count(self) -> int:
-        """Strips of an image."""
-        return self.columns // self.apart
+        """Strips of an image, of which the last one may have columns beyond it."""
+        return -(-self.columns // self.apart)
 
     def for_copies(self, tensor: cute.Tensor) -> cute.Tensor:
         """(B, H, S, D) as ((columns, image rows), D, H, B): what a bulk copy's descriptor is made from."""
@@ -59,6 +59,13 @@ class StripSequence(WholeSequence):
     strip: Int32
     length: Int32
     start: int = 0
+
+    def has(self, row: Any) -> Any:
+        """Whether there is such a row of the strip, in the image."""
+        inside = row < self.length
+        if self.of.columns % self.of.apart:
+            inside = inside & (self.strip * self.of.apart - self.of.before + row % self.of.wide < self.of.columns)
+        return inside
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies`, or by `for_parts`."""

@@ -14,7 +14,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.rewrites import Posed, rewritten, strips
+from composattn.backends.fused.rewrites import Apart, Posed, last_row, rewritten, strips
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
@@ -55,6 +55,11 @@ def planned(problem: Problem, **mods: Any) -> ForwardPlan:
     return plan_forward(problem, ca.Attention(**mods).program, HOPPER)
 
 
+def in_strips(problem: Problem, direction: Any, **mods: Any) -> bool:
+    posed = rewritten(Posed(problem, ca.Attention(**mods).program, HOPPER, direction)).posed
+    return posed.problem.layout.strips is not None
+
+
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -72,6 +77,10 @@ def planned(problem: Problem, **mods: Any) -> ForwardPlan:
         ),
         pytest.param((1, 12 * 16, 32, 32), BF16, neighborhood((12, 16), (4, 3), (3, 1)), None, marks=pytest.mark.slow),
         ((1, 8 * 32, 256, 256), BF16, neighborhood((8, 32), 5), None),
+        ((1, 9 * 41, 64, 64), BF16, neighborhood((9, 41), 5), None),
+        pytest.param((2, 8 * 40, 128, 128), FP16, neighborhood((8, 40), (3, 7)), None, marks=pytest.mark.slow),
+        ((1, 12 * 48, 64, 64), BF16, neighborhood((2, 6, 48), (1, 3, 5)), None),
+        pytest.param((1, 16 * 33, 96, 96), BF16, neighborhood((4, 4, 33), 3), None, marks=pytest.mark.slow),
         pytest.param(
             (1, 8 * 32, 192, 192), BF16, neighborhood((8, 32), 7, is_causal=(False, True)), None, marks=pytest.mark.slow
         ),
@@ -81,9 +90,54 @@ def test_results_and_gradients_are_those_of_the_whole_image(
     sizes: tuple[int, ...], dtype: torch.dtype, mask: Any, score: Any, backend: str, generator: torch.Generator
 ) -> None:
     asked = case(generator, sizes, dtype, mask, score)
-    assert planned(Problem.of(asked.q, asked.k, asked.v), mask_mod=mask, score_mod=score).strips is not None
+    for direction in ("forward", "backward"):
+        assert in_strips(Problem.of(asked.q, asked.k, asked.v), direction, mask_mod=mask, score_mod=score)
     with on_few_sms(backend, 2):  # else tiles of small images run at once, in blocks that leave
         check(partial(ca.attention, backend=backend), asked)
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    ("sizes", "mask", "score"),
+    [
+        ((2, 13 * 32 + 7, 64, 64), neighborhood((14, 32), 3), None),
+        pytest.param((1, 12 * 48 + 47, 64, 48), neighborhood((14, 48), 3), of_distance, marks=pytest.mark.slow),
+        pytest.param((1, 13 * 41 + 1, 128, 128), neighborhood((14, 41), (3, 5)), None, marks=pytest.mark.slow),
+    ],
+)
+def test_images_whose_last_row_is_cut_are_whole_rows_and_a_call_behind_them(
+    sizes: tuple[int, ...], mask: Any, score: Any, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    monkeypatch.setattr(last_row, "LONG", 0)
+    asked = case(generator, sizes, BF16, mask, score)
+    found = rewritten(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER), whole=False).found
+    assert isinstance(found, Apart)
+    assert [in_strips(p, "backward", mask_mod=Mask(g.mask)) for p, g in found.calls] == [True, False]
+    check(partial(ca.attention, backend="hopper-emulated"), asked)
+    call = ca.Attention(mask_mod=mask, score_mod=score, backend="hopper-emulated")
+    exact = ca.Attention(mask_mod=mask, score_mod=score, backend="reference")
+    qkv = asked.q, asked.k, asked.v
+    out, lse, top = call(*qkv, return_lse=True, return_max_scores=True)
+    _, wanted_lse, wanted = exact(*(t.double() for t in qkv), return_lse=True, return_max_scores=True)
+    torch.testing.assert_close(top.double(), wanted.double(), atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(("sizes", "kernel"), [((9, 48), 5), ((11, 32), (3, 17))])
+def test_gradients_in_a_fixed_order_are_right_and_have_the_same_bits(
+    sizes: tuple[int, int], kernel: Any, generator: torch.Generator
+) -> None:
+    asked = case(generator, (1, sizes[0] * sizes[1], 128, 128), BF16, neighborhood(sizes, kernel))
+    call = partial(ca.attention, backend="hopper-emulated", deterministic=True)
+    check(call, asked)
+    found = []
+    for _ in range(2):
+        leaves = [t.detach().requires_grad_() for t in (asked.q, asked.k, asked.v)]
+        out = call(*leaves, mask_mod=asked.mask_mod)
+        found.append(torch.autograd.grad(out, leaves, asked.dout))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def problem(rows: int, columns: int, batch: int = 1, d: int = 64, **how: Any) -> Problem:
@@ -163,8 +217,9 @@ def test_of_an_image_of_128_columns_strips_visit_half_of_the_tiles(
 ) -> None:
     asked, program = problem(size, size), ca.Attention(mask_mod=neighborhood((size, size), kernel)).program
     found = rewritten(Posed(asked, program, HOPPER)).posed
-    assert found.problem.layout.strips is not None
-    assert strips.visited(asked, program) == whole and strips.visited(found.problem, found.program) == cut
+    of = found.problem.layout.strips
+    assert of is not None
+    assert strips.visited(asked, program, of) == whole and strips.visited(found.problem, found.program, of) == cut
 
 
 def test_plans_of_images_of_other_widths_are_others() -> None:

@@ -10,7 +10,8 @@ import torch
 
 import composattn as ca
 from composattn.analysis.residues import terms
-from composattn.analysis.strips import KEYS, QUERIES, Strips, in_columns, reads_image, strips_of
+from composattn.analysis.strips import KEYS, QUERIES, Strips, from_rows, in_columns, reads_image, rows_seen, strips_of
+from composattn.backends.fused.rewrites.strips import KeyParts
 from composattn.graph.expr import Expr
 from composattn.mods import causal, neighborhood
 from composattn.mods.mask import Mask
@@ -35,19 +36,26 @@ FOUND: dict[str, tuple[Strips, Callable[..., Any]]] = {
     "causal along rows": (Strips(48, 4, beyond=True), on_image((3, 5), is_causal=(False, True))),
     "causal along columns": (Strips(48, 2), on_image((3, 5), is_causal=(True, False))),
     "distances": (Strips(48, 5, beyond=True), written_out),
+    "no whole number of strips": (Strips(40, 2), neighborhood((9, 40), 5)),
+    "no whole number of strips, causal along rows": (
+        Strips(41, 4, beyond=True),
+        neighborhood((9, 41), (3, 5), is_causal=(False, True)),
+    ),
+    "three axes": (Strips(48, 1, several_axes=True), neighborhood((3, 3, 48), (1, 3, 3))),
+    "three axes of gaps": (Strips(48, 2, several_axes=True), neighborhood((3, 3, 48), (3, 1, 3), dilation=(1, 1, 2))),
     "rows by head": (Strips(48, 1), lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (kv // COLUMNS >= h)),
 }
 WHOLE: dict[str, Callable[..., Any]] = {
     "a sequence": causal(),
     "columns too far apart": on_image((3, 19)),
     "all columns": lambda b, h, q, kv: q // 48 == kv // 48,
-    "no whole strips": neighborhood((9, 40), 3),
+    "less than a strip": neighborhood((9, 15), 3),
     "two images": on_image(3) & neighborhood((12, 36), 3),
     "one of two": on_image(3) | causal(),
     "rows and columns at once": lambda b, h, q, kv: (q // 48 - kv // 48).abs() + (q % 48 - kv % 48).abs() < 4,
     "positions too": on_image(3) & causal(),
     "columns by head": lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (q % 48 - kv % 48 < h),
-    "three axes": neighborhood((3, 9, 48), 3),
+    "three axes, wide along rows": neighborhood((3, 3, 48), (1, 1, 19)),
 }
 
 
@@ -64,18 +72,21 @@ def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
     strips = strips_of(whole)
     assert strips == wanted
     assert reads_image(whole, strips.columns)
-    of_image = Mask(whole).dense(ROWS * COLUMNS, ROWS * COLUMNS, 1, 3)[0]
+    columns = strips.columns
+    of_image = Mask(whole).dense(ROWS * columns, ROWS * columns, 1, 3)[0]
     of_strips = Mask(strips.mask(whole)).dense(ROWS * QUERIES, ROWS * KEYS, 2 * strips.count, 3)
     q, kv = torch.arange(ROWS * QUERIES), torch.arange(ROWS * KEYS)
     for b, in_strip in enumerate(of_strips):
         first = b % strips.count * QUERIES
-        queries = q // QUERIES * COLUMNS + q % QUERIES + first
+        there = q % QUERIES + first < columns
+        queries = (q // QUERIES * columns + q % QUERIES + first)[there]
         column = kv % KEYS + first - strips.before
-        inside = (column >= 0) & (column < COLUMNS)
-        keys = (kv // KEYS * COLUMNS + column)[inside]
+        inside = (column >= 0) & (column < columns)
+        keys = (kv // KEYS * columns + column)[inside]
+        in_strip = in_strip[:, there]
         assert not in_strip[..., ~inside].any()
         assert torch.equal(in_strip[..., inside], of_image[:, queries][..., keys])
-        others = torch.ones(ROWS * COLUMNS, dtype=torch.bool).index_fill(0, keys, False)
+        others = torch.ones(ROWS * columns, dtype=torch.bool).index_fill(0, keys, False)
         assert not of_image[:, queries][..., others].any()
 
 
@@ -96,3 +107,34 @@ def test_scores_may_read_rows_and_columns_alone() -> None:
     assert reads_image(graph(lambda b, h, q, kv: q // 48 - kv % 48 > h), 48)
     assert not reads_image(graph(lambda b, h, q, kv: q // 48 - kv > h), 48)
     assert not reads_image(graph(lambda b, h, q, kv: q // 24 > kv // 24), 48)
+
+
+@pytest.mark.parametrize(
+    "strips",
+    [Strips(48, 0), Strips(48, 6), Strips(16, 16), Strips(96, 20), Strips(64, 31), Strips(40, 4), Strips(41, 17)],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_of_a_key_are_added_over_all_strips_that_have_it(strips: Strips, batch: int) -> None:
+    keys = torch.randn(batch, ROWS * strips.columns, 3, 8).transpose(1, 2)
+    parts = KeyParts(strips)
+    found = parts.memory(keys).normal_()
+    wanted = torch.zeros(batch, 3, ROWS, strips.columns, 8)
+    for strip, part in enumerate(found.view(batch, strips.count, 3, ROWS, KEYS, 8).unbind(1)):
+        for c in range(KEYS):
+            column = strip * QUERIES - strips.before + c
+            if 0 <= column < strips.columns:
+                wanted[:, :, :, column] += part[:, :, :, c]
+    joined = parts.joined(found, keys)
+    assert joined.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(joined.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize(("size", "kernel"), [((9, 48), (5, 3)), ((3, 3, 48), 3), ((9, 40), (3, 5))])
+def test_from_a_row_on_a_mask_is_that_of_the_rest_of_the_image(size: tuple[int, ...], kernel: Any) -> None:
+    columns, length = size[-1], ROWS * size[-1]
+    whole = graph(neighborhood(size, kernel))
+    rest = Mask(from_rows(whole, columns, 4, 2)).dense(length - 4 * columns, length - 2 * columns)
+    assert torch.equal(rest, Mask(whole).dense(length, length)[..., 4 * columns :, 2 * columns :])
+    seen = rows_seen(whole, columns, ROWS, 3)
+    dense = Mask(whole).dense(length, length)[0, 0]
+    assert torch.equal(seen, dense.unflatten(0, (ROWS, -1)).unflatten(2, (ROWS, -1)).any(3).any(1))

@@ -32,7 +32,7 @@ class Places(Fixed, Generic[AnyForwardTiling]):
     def row_place(self, r: int):
         """Query and head of the thread's row `r`, and whether there are such."""
         q, h = self.first_q + self.shape.row_offsets[r], self.head + self.shape.head_offsets[r]
-        inside = q < self.work.queries.end
+        inside = self.work.queries.has(q)
         if self.tiling.packed_heads < self.tiling.slots:
             inside = inside & (self.slot + self.shape.head_offsets[r] < self.tiling.packed_heads)
         return q, h, inside

@@ -14,6 +14,7 @@ from ....analysis.captured_gradient import Pattern
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....graph.multiples import is_of_score
+from ..tiles.coverage import end_together, has_documents_apart, has_whole_documents
 from ..tiles.order import keys_of_a_query, queries_of_a_key
 from ..tiles.target import Target
 from ..tiles.tiling import query_tiles, slots
@@ -30,7 +31,6 @@ from ..tiles.traits import (
     sums_by,
 )
 from ..tiles.work import captured_decide
-from .coverage import end_together, has_documents_apart, has_whole_documents
 
 Direction = Literal["forward", "backward"]
 Order = Literal["any", "fixed", "batch-invariant"]  # of sums: "fixed" is a deterministic gradient's

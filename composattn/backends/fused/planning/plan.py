@@ -268,8 +268,9 @@ def forward_of(
         tiling = of_whole_rows(tiling) if strips else tiling
     if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
-    # rows of an image say which tiles of a strip's keys are seen, with no lists
-    lists = None if strips else key_lists(problem, program, (tiling.queries, tiling.tile_n))
+    # rows of one axis say which tiles of a strip's keys are seen, with no lists
+    bounded = strips is not None and not strips.several_axes
+    lists = None if bounded else key_lists(problem, program, (tiling.queries, tiling.tile_n))
     if lists is not None and problem.schedule.batch_invariant:
         refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))

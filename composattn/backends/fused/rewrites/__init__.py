@@ -16,6 +16,7 @@ from ....call.problem import Problem
 from ..tiles.target import Target
 from .apart import CallApart, Make
 from .invariant import invariant
+from .last_row import without_last_row
 from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
 from .residues import by_residues
 from .segments import in_segments
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 REWRITES: dict[str, Callable[[Posed], Found]] = {
     "residues": by_residues,
+    "last row": without_last_row,
     "64 bits": in_64_bits,
     "batch-invariant": invariant,
     "strips": by_strips,

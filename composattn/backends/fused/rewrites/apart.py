@@ -41,7 +41,7 @@ class CallApart:
 
     @property
     def rewrites(self) -> str:
-        return self.calls[0].rewrites
+        return "\n".join(line for line in (self.apart.words, self.calls[0].rewrites) if line)
 
     @property
     def captured_sums(self) -> str:

@@ -9,10 +9,13 @@ import dataclasses
 
 import torch
 
+from ....analysis.intervals import Tiles
 from ....analysis.program import Program
 from ....analysis.strips import KEYS, QUERIES, Strips, reads_image, strips_of
+from ....analysis.tiles import EMPTY, kinds, useful_cuts
 from ....call.problem import Problem, StripLayout
 from ....call.strides import ordered
+from ....graph.expr import Dep
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
@@ -41,7 +44,7 @@ def by_strips(posed: Posed) -> Found:
     if why:
         return Nothing(why)
     found = _cut(posed, strips)
-    whole, cut = visited(problem, program), visited(found.problem, found.program)
+    whole, cut = [visited(each.problem, each.program, strips) for each in (posed, found)]
     if cut > FEWER * whole:
         return Nothing(f"strips would visit {cut:.3g} tiles of keys in place of {whole:.3g}, which is no gain")
     why = _without_a_tiling(found)
@@ -103,11 +106,21 @@ def of_whole_rows(tiling: ForwardTiling) -> ForwardTiling:
     return dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
 
 
-def visited(problem: Problem, program: Program) -> float:
-    """Tiles of 128 keys that one of 128 queries visits, on average."""
-    visits = visits_now(problem, program.intervals, 128, 128)
-    assert visits is not None, "no tensors decide"
-    return int(visits.sum()) / visits.numel()
+def visited(problem: Problem, program: Program, strips: Strips) -> float:
+    """Tiles of 128 keys that one of 128 queries visits, on average; in strips also what lies beyond the image."""
+    batch, share = 1, 1.0
+    if problem.layout.strips is not None:
+        batch, share = strips.count, strips.count * QUERIES / strips.columns
+    if not strips.several_axes:
+        visits = visits_now(problem, program.intervals, 128, 128)
+        assert visits is not None, "no tensors decide"
+        return int(visits.sum()) / visits.numel() * share
+    assert program.mask is not None
+    heads = problem.q_heads if program.mask.deps & Dep.H else 1
+    cuts = useful_cuts(program.mask, problem.q_len, problem.kv_len, (128, 128))
+    grid = Tiles(problem.q_len, problem.kv_len, (128, 128), batch, heads, torch.device("cpu"), cuts=cuts)
+    found = kinds(program.mask, grid) != EMPTY
+    return int(found.sum()) / (found.numel() // found.shape[-1]) * share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Preprocess(Kernel):
             local = step * at_once + thread // self.lanes
             of_tiles = tile * self.tiling.tile_m + local
             q = sequence.from_start(of_tiles)
-            inside = (q < sequence.end) & (local < self.tiling.tile_m)
+            inside = sequence.has(q) & (local < self.tiling.tile_m)
             product = Float32(0.0)
             for chunk in cutlass.range_constexpr(self.passes):
                 column = (chunk * self.lanes + member) * ELEMENTS
