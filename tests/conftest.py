@@ -121,7 +121,7 @@ TAKEN: dict[str, float] = {}  # seconds of a core that each test took, by node i
 
 
 def seconds_worked() -> float:
-    """Of this process and of those it started that have ended: what else a machine does adds little to them."""
+    """Seconds of a core of this process and its ended children: what else a machine does adds little to them."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -51,7 +51,7 @@ class Recorder:
 
 
 def in_tree(files: set[str]) -> set[str]:
-    """Those that belong to the checkout, from its root."""
+    """The files that belong to the checkout, from its root."""
     inside = (Path(name).relative_to(ROOT) for name in files if name.startswith(f"{ROOT}/"))
     return {str(path) for path in inside if not IGNORED & set(path.parts) and path.suffix != ".pyc"}
 

@@ -48,7 +48,7 @@ class PreparedCall(Protocol):
         """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
 
     def short_way(self, inputs: Inputs) -> ShortWay | None:
-        """The same for inputs of the form of these alone, and their output alone; None where there is none."""
+        """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
 
     def begin(
         self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

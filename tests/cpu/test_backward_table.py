@@ -78,7 +78,7 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 @functools.cache
 def timed(part: Part) -> list[tuple[BackwardClass, dict[str, float]]]:
-    """Of each shape its class and what each form took, in ms, where the chosen one was timed and its time is steady."""
+    """For each shape its class and the ms of each form, where the chosen one was timed and its time is steady."""
     rows = json.loads((RESULTS / "sweeps" / f"h200-backward-{part}.json").read_text())["rows"]
     took = of_forms(rows, STEADY)
     found = [(backward_class_of_case(case), took[case.name]) for case in drawn("backward", part) if case.name in took]
@@ -99,7 +99,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
 
 
 def gains(row: Row[Any]) -> Iterator[float]:
-    """Of the row's shapes, where others than it says were timed: the time of the best of these over its own."""
+    """For the row's shapes with other forms timed: the time of the best of these over the row's own."""
     forms = {str(form): form for form in FORMS}
     for call, took in timed("fit"):
         if row not in rows_of(call):

@@ -16,7 +16,7 @@ SOURCES = ("composattn", "tests", "docs", "benchmarks", "recipes")
 
 
 def anchors(page: Path) -> list[str]:
-    """Of its headings, as GitHub and the site make them."""
+    """Anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return [re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings]
 

@@ -34,7 +34,7 @@ def sources() -> dict[Path, str]:
 
 @functools.cache
 def paths() -> list[str]:
-    """Of files and folders, whole and from each folder on: a page may leave out where they lie."""
+    """Paths of files and folders, whole and from each folder on: a page may leave out where they lie."""
     known = [*ROOT.glob("*"), *(path for folder in (*FOLDERS, ".ci") for path in (ROOT / folder).rglob("*"))]
     parts = [path.relative_to(ROOT).parts for path in known]
     return ["/".join(names[start:]) for names in parts for start in range(len(names))]

@@ -152,7 +152,7 @@ class PairProducts(Steps):
 
 
 class BlackwellBackwardPair(BlackwellBackward):
-    """As `BlackwellBackward`, of 256 keys by two blocks, whose second operands each product takes half from each of.
+    """`BlackwellBackward` of 256 keys by two blocks: each product takes half of its second operand from each block.
 
     dQ of a query tile wants the keys of both. So they exchange half of dS, and each computes half of the rows of dQ.
     """

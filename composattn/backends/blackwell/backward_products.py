@@ -116,7 +116,7 @@ class Products(Steps):
         block.scores.fill(at.step)
 
     def gradients(self, at: At) -> None:
-        """dP = dO Vᵀ, likewise."""
+        """dP = dO Vᵀ, with keys as lanes."""
         block = self.block
         block.do_edge.wait(at.do)
         if not self.map.dq_is_apart:

@@ -183,7 +183,7 @@ class QueryPairProducts(Steps):
 
 
 class BlackwellBackwardQueryPair(BlackwellBackwardPair):
-    """As `BlackwellBackwardWide`, by two blocks that each have half of a tile's 256 queries, of all its 128 keys:
+    """`BlackwellBackwardWide` by two blocks, each with half of a tile's 256 queries and all its 128 keys:
 
         S = Q Kᵀ    dP = dO Vᵀ    dVᵀ += dOᵀ P    dKᵀ += Qᵀ dS    dQ = dS K
 

@@ -122,7 +122,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
 
     @property
     def row_stages(self) -> int:
-        """Of LSE and D: with Q."""
+        """Stages of LSE and D: as many as of Q."""
         return self.q_stages
 
     @property
@@ -222,7 +222,7 @@ class PairBackwardTiling(BlackwellBackwardTiling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WidePairBackwardTiling(PairBackwardTiling):
-    """Of rows whose dK and dV leave few columns: a thread has two strips of queries, one of each block's.
+    """Tiling of rows whose dK and dV leave few columns: a thread has two strips of queries, one of each block's.
 
     What doesn't fit beside each other comes after each other: Q of the next tile over dS, when dQ has read that, and dO
     over the columns of Q.
@@ -283,7 +283,7 @@ class QueryPairTiling(BlackwellBackwardTiling):
 
     @property
     def by_queries(self) -> tuple[int, int]:
-        """Likewise, of those that are summed over queries."""
+        """Columns of operands that are summed over queries, which lie together."""
         return PIECE, self.tile_m // 2
 
     @property

@@ -81,7 +81,7 @@ class WideProducts(Products):
 
 
 class BlackwellBackwardWide(BlackwellBackward):
-    """As `BlackwellBackward`, but a thread has a query, as 64 keys alone leave tensor memory for sums of wide rows:
+    """`BlackwellBackward` with a query a thread, as 64 keys alone leave tensor memory for sums of wide rows:
 
         S = Q Kᵀ    dP = dO Vᵀ    dVᵀ += dOᵀ P    dKᵀ += Qᵀ dS    dQ = dS K
 

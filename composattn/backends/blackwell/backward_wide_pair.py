@@ -90,7 +90,7 @@ class WidePairProducts(PairProducts):
         block.do_across.release(at, None)
 
     def add_part_of_dv(self, at: Slot, first: int, stop: int) -> None:
-        """Of some groups."""
+        """The product for dV of the groups [first, stop)."""
         block = self.block
         if first == 0 or self.kernel.mods.one_pass:
             block.probabilities.wait(at)
@@ -108,7 +108,7 @@ class WidePairProducts(PairProducts):
 
 
 class BlackwellBackwardWidePair(BlackwellBackwardPair):
-    """As `BlackwellBackwardPair`. Timeline: see `WidePairProducts`; tensor memory: `WidePairBackwardTensorMemory`."""
+    """`BlackwellBackwardPair` of wide rows. Timeline: `WidePairProducts`; columns: `WidePairBackwardTensorMemory`."""
 
     products = WidePairProducts
     rows = StripRows

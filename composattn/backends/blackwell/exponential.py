@@ -36,7 +36,7 @@ class Work:
         return Work(**{name: getattr(self, name) + times * getattr(other, name) for name in fields})
 
     def clocks(self, target: Target) -> float:
-        """Of a multiprocessor, in its busiest unit."""
+        """Clocks of an SM's busiest unit."""
         return max(
             self.exp / target.exp2_per_clock + self.special / target.special_per_clock,
             self.fma / target.fma_per_clock,

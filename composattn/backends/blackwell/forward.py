@@ -49,7 +49,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
         self.apart = bands and not self.visited.alike()  # each query tile visits kv tiles of its own
 
     def memory(self, block, thread) -> Lane:
-        """Of a thread of a warpgroup: who asks has it in a register, so each role does."""
+        """The tensor memory of a thread. Who asks has it in a register, so each role asks."""
         return Lane(block.tensor_memory(), cute.arch.make_warp_uniform(thread // 32))
 
     def first_column(self, block) -> Int32:
@@ -90,7 +90,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
     # --- which kv tiles, asked alike by all roles --------------------------------------------------------------
 
     def tiles_of_all(self, call: Call, work: Work) -> Shared:
-        """Those that the query tiles of a work tile go over together, and each one's own."""
+        """The kv tiles that the query tiles of a work tile go over together, and each one's own."""
         if not self.apart:
             return Shared(self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part))
         count = range(self.tiling.query_tiles)
@@ -98,7 +98,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
         return Shared(self.visited.of_all(leaves), [self.visited.of(each, work.m) for each in leaves])
 
     def tiles_of(self, call: Call, work: Work, t) -> TileSequence:
-        """Those of query tile `t`."""
+        """The kv tiles of query tile `t`."""
         if not self.apart:
             return self.tiles_of_all(call, work).all
         return self.visited.of(self.leaves_of(call, work, t), work.m)

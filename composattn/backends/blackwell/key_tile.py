@@ -16,7 +16,7 @@ from .tcgen05 import Commits, Operand
 
 
 class Layouts(NamedTuple):
-    """Of tiles in shared memory: (rows, columns), then stages; kept tiles have none."""
+    """Layouts of tiles in shared memory: (rows, columns), then stages; tiles that stay have none."""
 
     q: Any
     dout: Any
@@ -113,11 +113,11 @@ class Block(Fixed):
 
     @property
     def row_bytes(self) -> int:
-        """Of LSE and D of a query tile."""
+        """Bytes of LSE and D of a query tile."""
         return 2 * 4 * self.tiling.tile_m
 
     def bytes(self, *names: str) -> int:
-        """Of one stage of these tiles."""
+        """Bytes of one stage of these tiles."""
         shapes = [self.tiling.tiles[name] for name in names]
         return sum(rows * columns for rows, columns, _ in shapes) * self.dtype.width // 8
 

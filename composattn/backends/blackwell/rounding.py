@@ -16,8 +16,8 @@ ROWS_OF_BLOCK = ROWS // 2  # of a pair
 
 
 class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
-    """Of a pair each block has left half of the rows; where these are half of a product's, its upper threads have the
-    right half of the columns.
+    """Rounds dQ of a pair, of which each block has left half of the rows. Where these are half of a product's, its
+    upper threads have the right half of the columns.
     """
 
     def __init__(self, plan: PostprocessPlan[BlackwellBackwardTiling]):
@@ -38,14 +38,14 @@ class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
 
 
 class FoldedSums(RowSums):
-    """Of `ROWS_OF_BLOCK` rows."""
+    """Sums of `ROWS_OF_BLOCK` rows."""
 
     def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         super().put(rounded, shared, thread % ROWS_OF_BLOCK)
 
 
 class BlackwellGather(RowGather[BlackwellBackwardTiling]):
-    """Of wide rows what lanes have left are columns."""
+    """Adds up dK and dV of split tiles; of wide rows, lanes have left columns."""
 
     def sums(self, columns: int) -> Sums:
         wide = isinstance(self.tiling, WideBackwardTiling | QueryPairTiling)

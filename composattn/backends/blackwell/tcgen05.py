@@ -54,7 +54,7 @@ class Operand(Fixed):
         return ((self.start & 0x3FFFF) >> 4) + stage * (size >> 4) + ((leading >> 4) << 16)
 
     def beside(self, column: int) -> "Operand":
-        """The same rows from `column` on, a multiple of those that lie together, summed over rows."""
+        """These rows from `column` on, a multiple of the columns that lie together; summed over rows."""
         assert self.by_rows and column % swizzled(self.columns) == 0
         return dataclasses.replace(self, start=self.start + column * self.rows * 2)
 
@@ -115,7 +115,7 @@ class Commits:
 
 @dataclasses.dataclass(frozen=True)
 class PairCommits:
-    """As `Commits`, of products of a pair of blocks: arrives in both."""
+    """`Commits` of products of a pair of blocks: arrives in both."""
 
     arrivals: ClassVar[int] = 1
 

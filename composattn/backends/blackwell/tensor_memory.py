@@ -38,7 +38,7 @@ class ColumnMap(abc.ABC):
 
     @property
     def at_once(self) -> tuple[Mapping[str, Columns], ...]:
-        """Those that are there at one time, for each time at which others are."""
+        """Columns that are in use at one time, for each time at which others are."""
         return (self.regions,)
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class BackwardTensorMemory(ColumnMap):
 
 @dataclasses.dataclass(frozen=True)
 class PairBackwardTensorMemory(ColumnMap):
-    """Of each block of a pair: Sᵀ, dPᵀ, dV and dK of its keys, for all queries; dQ of half of these, all columns.
+    """Columns of each block of a pair: Sᵀ, dPᵀ, dV and dK of its keys, for all queries; dQ of half of these queries.
 
     P lies at both ends of its scores, two numbers in a column. The next dQ comes between, once all scores have been
     read. It has 64 rows: the right half of its columns lies in the upper lanes.
@@ -201,7 +201,7 @@ STRIP = 32  # columns of scores, and queries of a thread, that lie side by side
 
 @dataclasses.dataclass(frozen=True)
 class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
-    """Of each block of a pair where dV and dK leave six strips of `STRIP` columns for all else, one after the other:
+    """Columns of each block of a pair where dV and dK leave six strips of `STRIP` columns, used one after the other:
 
         strip   0    1    2    3    4    5
         1       S    S    S    S    dS   dS    the next scores, while dS of this tile is multiplied
@@ -306,7 +306,7 @@ class WideBackwardTensorMemory(ColumnMap):
 
 @dataclasses.dataclass(frozen=True)
 class QueryPairTensorMemory(ColumnMap):
-    """Of each block of a pair: S and dP of its half of the queries, for all keys; of dVᵀ and dKᵀ half of the columns.
+    """Columns of each block of a pair: S and dP of its half of the queries, for all keys; half of dVᵀ and dKᵀ.
 
     P and dS go to shared memory, dS also over dP, two numbers in a column. dQ comes in parts to where the scores were.
     """

@@ -82,7 +82,7 @@ class ApartBlock(Block):
         return edges | {"added": Edge(2, side, None)} if self.in_order else edges
 
     def turns(self, tiling):
-        """As many as stages of dS: who waits looks a query tile ahead."""
+        """Barriers of turns, one for each stage of dS: who waits looks a query tile ahead."""
         return Edge(2, Copies(0), Warps(1))
 
     @property

@@ -38,7 +38,7 @@ class BackwardClass(CallClass):
 
 
 def backward_class(problem: Problem, program: Program, target: Target, deterministic: bool) -> BackwardClass:
-    """Of a call whose dQ is summed in any order, or in a fixed one."""
+    """The class of a backward whose dQ is summed in any order, or in a fixed one."""
     call = class_of(problem, program, target, "backward", rows=KEYS, deterministic=deterministic)
     facts = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
     return BackwardClass(
@@ -96,6 +96,6 @@ def _may_exchange(call: CallClass, problem: Problem, program: Program) -> bool:
 
 
 def _at_pairs(program: Program) -> bool:
-    """Of no sums of gradients, which registers add to memory."""
+    """Whether mods read or test at each pair, and no gradients of captured tensors are summed, which registers add."""
     sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
     return (has_opaque_test(program) or reads_by(program.score, Pattern.PAIR)) and not sums

@@ -19,7 +19,7 @@ from .wgmma import WARPGROUP, issue, warps_of
 
 
 class HopperBackwardExchange(HopperBackwardApart):
-    """As `HopperBackwardApart` by two blocks with half of the keys of a tile each, which visit the same queries.
+    """`HopperBackwardApart` by two blocks with half of the keys of a tile each, which visit the same queries.
 
     A warp sends dS to the other block, and each computes half of the columns of dQ from the keys of both: what is added
     to memory falls to a half. Edges beside those of `HopperBackwardApart`:

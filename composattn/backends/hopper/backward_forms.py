@@ -25,7 +25,7 @@ HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Of a call, and of its class."""
+    """Facts of a call and of its class, from which tilings follow."""
 
     problem: Problem
     program: Program
@@ -177,7 +177,7 @@ def shared_keys(facts: Facts) -> HopperBackwardTiling:
 
 
 def exchange(facts: Facts) -> ExchangeBackwardTiling:
-    """Of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO."""
+    """The tiling of a tile of two blocks. With D 256 the other block's K and dS take the place of a second dO."""
     one = _of_shared_keys(facts, facts.call.d, facts.call.dv)
     # 2 to 4 % of D 256, 0 to 3 of D 192 at 8k
     own = {"kernel": ExchangeBackwardTiling.kernel, "tile_n": 2 * one.tile_n, "written": "whole"}

@@ -15,7 +15,7 @@ from .wgmma import WARPGROUP
 
 
 class HopperBackwardPair(HopperBackwardWide):
-    """As `HopperBackwardWide` of half of D and Dv, by two blocks that have the same keys and visit the same queries.
+    """`HopperBackwardWide` of half of D and Dv, by two blocks that have the same keys and visit the same queries.
 
     Sᵀ = K Qᵀ and dPᵀ = V dOᵀ of half of the columns are parts of a sum: the warpgroups of one number in both blocks
     exchange theirs, in fp32, and then compute the same P and dS. All other products have columns of their own.

@@ -82,12 +82,12 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def held_k(self) -> int:
-        """Of K, behind all of V."""
+        """Columns of K in registers, taken after all of V."""
         return self.held - self.held_v
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread that computes. Beside a third warpgroup that has dQ 36 and 48 columns more leave less.
+        """Registers of a thread that computes. Beside a third warpgroup for dQ, 36 and 48 columns more leave less.
 
         Those who send dQ and wait for turns in blocks that stay want more than 24 (18 spills with 32).
         """
@@ -97,7 +97,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread that copies, and of all that neither compute nor have dQ: what the others leave, up to 8."""
+        """Registers of a thread that copies, or neither computes nor has dQ: what the others leave, in steps of 8."""
         return 24 if self.dq_apart else 504 - 2 * self.consumer_registers
 
     @property
@@ -130,7 +130,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def part_columns(self) -> int:
-        """Of dQ, of whole swizzled rows, 16 columns and more, that a warpgroup of its own computes at a time.
+        """Columns of dQ that a warpgroup of its own computes at a time: whole swizzled rows, 16 and more.
 
         Two parts of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
         other's product.
@@ -147,17 +147,17 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def dq_parts(self) -> int:
-        """Of a tile of dQ, each a warpgroup's, of all blocks that share it; or those that one computes in turn."""
+        """Parts of a tile of dQ: one for each warpgroup of all its blocks, or those that one computes in turn."""
         return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
 
     @property
     def dq_registers(self) -> int:
-        """Of a warpgroup that has dQ: what the others leave."""
+        """Registers of a thread of the warpgroup for dQ: what the others leave."""
         return 512 - self.producer_registers - 2 * self.consumer_registers
 
     @property
     def dq_numbers(self) -> int:
-        """Of shared memory through which dQ leaves in bulk: a room for each warpgroup."""
+        """Numbers of shared memory through which dQ leaves in bulk: a buffer for each warpgroup."""
         return self.tile_m * self.d
 
     @property

@@ -41,7 +41,7 @@ class HopperBackwardWide(HopperBackward):
 
     @property
     def sides(self) -> "tuple[type[Side], type[Side]]":
-        """Of the two warpgroups."""
+        """The sides of the two warpgroups."""
         return ProbabilitySide, GradientSide
 
     @cute.jit
@@ -104,7 +104,7 @@ class Side(KeyWarpgroup):
         return [cute.make_tensor((start + j * 4 * WARPGROUP).align(16), cute.make_layout(4)) for j in range(count)]
 
     def part(self):
-        """Of the columns of dK and dV, that this block has."""
+        """Which part of the columns of dK and dV this block has."""
         return 0
 
     def leave_piece(self, call):
@@ -124,7 +124,7 @@ class Side(KeyWarpgroup):
         yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, self.stored_tile()
 
     def stored_tile(self):
-        """Of dK and dV, in tiles of this block's keys."""
+        """Which tile of dK and dV is stored, in tiles of this block's keys."""
         return self.work.n
 
 

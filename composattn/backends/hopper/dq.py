@@ -53,7 +53,7 @@ class DqPart(Fixed):
         self.count = cute.size(self.shape)  # of a thread's numbers
 
     def registers(self) -> cute.Tensor:
-        """Of a thread, for the product."""
+        """A thread's registers for the product."""
         return cute.make_rmem_tensor(self.shape, Float32)
 
     def issue(self, stage, tQrdQ: cute.Tensor | None = None) -> cute.Tensor:

@@ -51,7 +51,7 @@ class WarpgroupForward(Forward[AnyTiling]):
 
     @abc.abstractmethod
     def products(self, block: Any, number: Any) -> WarpgroupProducts:
-        """Those of a warpgroup."""
+        """The products of a warpgroup."""
 
     @abc.abstractmethod
     def copy(self, call: Call, block: Any, warp: Any) -> None:
@@ -115,13 +115,13 @@ class HopperForward(WarpgroupForward[HopperTiling]):
 
 
 class HopperForwardEightRows(HopperForward):
-    """The same for tiles of which only the first eight rows are queries: half of the softmax, and of what mods do."""
+    """`HopperForward` for tiles whose first eight rows alone are queries: half of the softmax and of the mods."""
 
     fragment_of = staticmethod(first_rows_shape)
 
 
 class HopperForwardInOrder(HopperForward):
-    """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
+    """`HopperForward` whose sums round alike wherever a row's keys begin, see `Schedule.batch_invariant`."""
 
     arithmetic = IN_ORDER
 
@@ -140,14 +140,14 @@ class HopperForwardApart(HopperForward):
             self.consumes = ConsumeApart
 
     def kv_tiles(self, call, work):
-        """Those that any of a block's rows sees."""
+        """The kv tiles that any of a block's rows sees."""
         if not self.apart:
             return super().kv_tiles(call, work)
         leaves = [self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)]
         return self.visited.of_all(leaves, work.keys.origin, work.some)
 
     def own_tiles(self, call, work, tiles, warpgroup):
-        """Those that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
+        """The kv tiles that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
         assert isinstance(self.visited, BandTiles), "lists say nothing of a warpgroup's rows"
         own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, work.some, work.keys.origin)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
@@ -162,7 +162,7 @@ class HopperForwardApart(HopperForward):
 
 
 class HopperForwardGuessing(HopperForwardApart):
-    """The same with probabilities by the maximum before their tile, which V's columns of ones sum."""
+    """`HopperForwardApart` with probabilities by a speculative maximum, summed by V's columns of ones."""
 
     group_rows = GuessingRows
 
@@ -174,7 +174,7 @@ class HopperForwardGuessing(HopperForwardApart):
 
 
 class HopperForwardFromFirst(HopperForwardApart):
-    """The same with tiles of keys that begin where the keys do that a block's rows see, as documents do."""
+    """`HopperForwardApart` whose tiles of keys begin with the first key that a block's rows see, as documents do."""
 
     def placed(self, call, work):
         if not self.apart:
@@ -242,7 +242,7 @@ def _stage(slot, stages):
 
 
 class BlockWithOnes(Block):
-    """The same, with columns of ones beside each V."""
+    """A block's shared memory with columns of ones beside each V."""
 
     def values(self, smem):
         tiling = self.tiling
@@ -317,7 +317,7 @@ class Products(WarpgroupProducts):
 
 
 class ProductsWithSums(Products):
-    """The same; the output has `SUMS` columns more, each of them the sums of the rows' rounded probabilities."""
+    """Products whose output has `SUMS` columns more, each with the sums of the rows' rounded probabilities."""
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)

@@ -275,7 +275,7 @@ def _held(problem: Problem, program: Program, persistent: bool) -> int:
 
 
 def _rescale_early(dv: int, warpgroups: int, program: Program, guesses: bool) -> bool:
-    """Of a large block. Three warpgroups fill each other's gaps; two gain from a shorter turn.
+    """Whether a large block rescales early. Three warpgroups fill each other's gaps; two gain from a shorter turn.
 
     Where rows guess, of tiles that look for their maximum: D 128 gains 1 to 3 % of scores that deviate by 3 and 6, D 64
     loses 0.5 to 2 by it, D 96 nothing.
@@ -284,7 +284,7 @@ def _rescale_early(dv: int, warpgroups: int, program: Program, guesses: bool) ->
 
 
 def _output_wait(widest: int, warpgroups: int, program: Program, guesses: bool) -> Literal["first", "half"] | None:
-    """Of a large block. Timed on an H200, in turns.
+    """After which exponentials a large block waits for its output. Timed on an H200, in turns.
 
     Behind the first exponential D 128 gains 3 to 5 % up to 4k, a window of 1,024 7, what is read at (q, kv) 3, D 192
     and 256 0 to 2; a soft cap loses 2, ALiBi 1. Where rows guess, behind half of them, D 128 gains 0 to 5 % from 4k on;

@@ -117,7 +117,7 @@ MASKED: Pattern = BOUNDED | {"mods": (Mods.PLAIN, Mods.LINE)}
 
 
 def dense(form: Form, evidence: Measured | NotMeasured, widest: tuple[int, int], **pattern: Any) -> Row:
-    """Of calls of no other layout or order, and of no dropout."""
+    """A row for dense calls in any order, without dropout."""
     mods = pattern.pop("mods", tuple(m for m in Mods if m is not Mods.DROPOUT))
     return Row(form=form, evidence=evidence, widest=widest, layout=("dense",), order=("any",), mods=mods, **pattern)
 

@@ -55,7 +55,7 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
 
 
 class HopperForwardWideInOrder(HopperForwardWide):
-    """The same with sums that round alike wherever a row's keys begin: see `Schedule.batch_invariant`."""
+    """`HopperForwardWide` whose sums round alike wherever a row's keys begin, see `Schedule.batch_invariant`."""
 
     arithmetic = IN_ORDER
 
@@ -332,7 +332,7 @@ class SharedRows(OutputRows[WideTiling]):
         return self.work.m
 
     def finish(self, call):
-        """As of all of a row's keys, and each statistic by one of the warpgroups that know it."""
+        """Stores the results of all of a row's keys, each statistic by one of the warpgroups that know it."""
         me, total, highest = self.me, self.softmax.total, self.softmax.highest
         if highest is not None:
             for r, largest in enumerate(self.largest_of_both([highest[r] for r in range(me.shape.rows)])):

@@ -21,7 +21,7 @@ from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, wa
 
 
 class Layouts(NamedTuple):
-    """Of tiles in shared memory: (rows, columns), then stages, or warpgroups; kept tiles have neither."""
+    """Layouts of tiles in shared memory: (rows, columns), then stages or warpgroups; tiles that stay have neither."""
 
     q: Any
     dout: Any
@@ -165,7 +165,7 @@ class KeyWarpgroup(Group, KeyGroup):
         self.lay_scores(tiling.tile_m)
 
     def lay_scores(self, width: int) -> None:
-        """As a product of `width` queries leaves them."""
+        """Lays out scores like a product of `width` queries."""
         self.mma_s = product(self.block.dtype, width, written=self.tiling.written)
         self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
         self.shape = fragment_shape(width).transposed

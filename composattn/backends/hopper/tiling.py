@@ -58,7 +58,7 @@ class HopperTiling(ForwardTiling):
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread that computes: what copying ones leave of those that a block is launched with."""
+        """Registers of a thread that computes: what copying ones leave of those that a block is launched with."""
         left = launched_registers(self.warpgroups, self.blocks) * (self.warpgroups + 1) - self.producer_registers
         return min(240, left // self.warpgroups // 8 * 8)
 
@@ -132,10 +132,10 @@ class HopperTiling(ForwardTiling):
 
 
 def launched_registers(warpgroups: int, blocks: int) -> int:
-    """Of a thread, where so many warpgroups of a block compute, one copies, and `blocks` run on a multiprocessor."""
+    """Registers of a thread, where so many warpgroups compute, one copies, and `blocks` run on an SM."""
     return min(HOPPER.registers // (128 * (warpgroups + 1) * blocks), 255) // 8 * 8
 
 
 def in_equal_shares(tiling: HopperTiling) -> HopperTiling:
-    """The same for blocks of few rows that stay, with the next tile's Q beside this one's, and share all keys alike."""
+    """A tiling of few rows as persistent blocks that share all keys alike, with the next tile's Q beside this one's."""
     return dataclasses.replace(tiling, persistent=True, shares="all", q_stages=2)

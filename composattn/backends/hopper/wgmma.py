@@ -49,7 +49,7 @@ class Whole(warpgroup.MmaF16BF16Op):
 
 
 class Anew(Whole):
-    """The same, but a sum that begins names no registers of sums before."""
+    """`Whole` products whose new sums name no registers of earlier sums."""
 
 
 OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew}
@@ -113,7 +113,7 @@ def fragment_shape(columns: int) -> FragmentShape:
 
 
 def first_rows_shape(columns: int) -> FragmentShape:
-    """The same where of a product's rows only the first eight are of use: no thread's second one is."""
+    """The fragment where only the first eight of a product's rows are of use: no thread's second row is."""
     whole = fragment_shape(columns)
     return dataclasses.replace(whole, row_offsets=whole.row_offsets[:1])
 
@@ -134,7 +134,7 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
 
 
 def get(mma: cute.TiledMma, registers: cute.Tensor, shared: cute.Tensor, thread) -> None:
-    """As many steps of a left operand as there are registers for, from its tile: 8x8 matrices, four at a time."""
+    """Loads as many steps of a left operand as there are registers for: 8x8 matrices of its tile, four at a time."""
     from_shared = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), shared.element_type)
     copy = cute.make_tiled_copy_A(from_shared, mma).get_slice(thread)
     source, target = copy.partition_S(shared), copy.retile(registers)
@@ -155,7 +155,7 @@ def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, t
 
 
 class WarpgroupProducts(OutputProducts):
-    """Those of which `pv` gives the output."""
+    """Products of which `pv` gives the output."""
 
     pv: cute.TiledMma
 

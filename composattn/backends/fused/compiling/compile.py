@@ -174,7 +174,7 @@ def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
 
 
 def compile_ahead(plan: Plan, folder: Path | None = None) -> Artifact:
-    """As `compile_plan`, GPU or not, with PTX and cubin beside; `folder`, if not the cache, is one to copy.
+    """Compiles a plan with or without a GPU, with PTX and cubin beside; `folder`, if not the cache, is one to copy.
 
     A process whose cache folder it is finds the kernel there, if its `content_hash` of the plan is the same.
     """

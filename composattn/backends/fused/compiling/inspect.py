@@ -35,7 +35,7 @@ class Artifact:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return int(_find(r"\.(?:reqntid|maxntid)\s+(\d+)", self.ptx, int))
 
     @property

@@ -54,7 +54,7 @@ def source_hash(package: Path = PACKAGE) -> str:
 
 
 def versions() -> str:
-    """Of Python, torch (which folds constants) and the kernel language, where it lies, and which compiler it takes."""
+    """Versions of Python, torch (which folds constants) and the kernel language, its place, and its compiler."""
     language = importlib.util.find_spec("nvidia_cutlass_dsl")
     places = list(language.submodule_search_locations or ()) if language else []
     return (

@@ -63,7 +63,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     @abc.abstractmethod
     def layouts(self) -> Any:
-        """Of shared memory: q, dout in stages, k, v, and dk, dv that leave."""
+        """Layouts of shared memory: q, dout in stages, k, v, and dk, dv that are stored."""
 
     @abc.abstractmethod
     def block(self, layouts: Any, counter: cute.Tensor) -> Any:
@@ -148,7 +148,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         return tensors
 
     def order(self, given: MainArguments, mK: cute.Tensor, group, queries: Any, keys: Any) -> TileScheduler:
-        """Of the tiles of keys: heads whose queries stay in L2 together."""
+        """The order of the tiles of keys: heads whose queries stay in L2 together."""
         tiling, kv_heads = self.plan.tiling, mK.shape[2]
         # of a head, Q and dO are read and dQ is added to by all blocks; these come back from L2
         q_rows = given.q.shape[2] if self.plan.layout.is_dense else given.q.shape[0]
@@ -208,7 +208,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         return KeyTile(n, count, work.b, work.kv_head, queries, keys, padded, piece, backwards)
 
     def first_number(self):
-        """Of this block's first tile of keys, or piece of one."""
+        """The number of this block's first tile of keys, or part of one."""
         return cute.arch.block_idx()[0]
 
     def turn(self, call, work, head, m) -> cute.Pointer:
@@ -408,7 +408,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
 
 class Operands(NamedTuple):
-    """Of each tensor that lies in tiles: its bulk copy, or the tensor as that sees it."""
+    """For each tensor that lies in tiles, its TMA copy, or the tensor as that copy sees it."""
 
     q: Any
     dout: Any

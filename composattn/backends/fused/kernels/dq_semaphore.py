@@ -62,7 +62,7 @@ class DqSemaphore(Fixed):
 
     @cute.jit
     def tell_tile(self, block, call, work, slot):
-        """Of one tile of keys."""
+        """Tells of one tile of keys."""
         lane = cute.arch.lane_idx()
         begin, stop = self.kernel.members(call, work)
         for member in cutlass.range(begin, stop, unroll=1):

@@ -24,7 +24,7 @@ from ..planning.plan import ForwardPlan
 
 
 class Operands(NamedTuple):
-    """Of each tensor that lies in tiles: its bulk copy (None: there is none), or the tensor as that sees it."""
+    """For each tensor that lies in tiles, its TMA copy (None: there is none), or the tensor as that copy sees it."""
 
     q: Any
     k: Any
@@ -50,7 +50,7 @@ class Launched(NamedTuple):
 
 
 def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
-    """Of work tiles, each part of kv one of its own, each share one of its own."""
+    """How many work tiles there are; each part of kv and each share is one of its own."""
     if shares is not None:
         return shares.numbers
     return order.tiles if splits is None else order.tiles * splits

@@ -150,13 +150,13 @@ class RowStatistic(Fixed):
         self.found: dict[int, list[Float32]] = {}
 
     def afresh(self) -> "RowStatistic":
-        """The same, with nothing read yet."""
+        """This statistic with nothing read yet."""
         again = copy.copy(self)
         again.found = {}
         return again
 
     def read_ahead(self, rows: int | None = None) -> "RowStatistic":
-        """The same, with all or the first `rows` read now, so that they are there when a product is."""
+        """This statistic with all or the first `rows` rows read now, so that they are there when a product is."""
         for r in range(0, self.shape.rows if rows is None else rows, self.together):
             self[r]
         return self

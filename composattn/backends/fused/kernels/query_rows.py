@@ -39,7 +39,7 @@ class Places(Fixed, Generic[AnyForwardTiling]):
 
 
 class QueryRows(Places[AnyForwardTiling]):
-    """Those rows with the mods at them; the thread's first column of a kv tile is `column`."""
+    """A thread's rows with the mods at them; its first column of a kv tile is `column`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class QueryRows(Places[AnyForwardTiling]):
         self.strip_words: StripWords | None = None
 
     def tile(self, scores: Any, n: Any) -> ScoreTile:
-        """Of kv tile `n`; `scores`, by row and column: registers, None where there are none yet."""
+        """The score tile at kv tile `n`; `scores`, by row and column: registers, None where there are none yet."""
         first_kv = n * self.tiling.tile_n + self.column
         return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
 
@@ -88,7 +88,7 @@ class QueryRows(Places[AnyForwardTiling]):
             self.mods.apply_mask(tile)
 
     def tests_of(self, tiles: TileSequence) -> list["Test"]:
-        """Of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
+        """The tests of all tiles of a sequence, for one loop over them whose inner loops each have one test."""
         holds, mods = self.mods.limits_hold, self.mods
         if isinstance(holds, bool):
             tests: list[Test] = [(ByLimits if holds else ByMask)(mods, tiles, True, True)]

@@ -25,7 +25,7 @@ class Sums(Protocol):
 
 @dataclasses.dataclass
 class RowSums(Fixed):
-    """So many columns of a row in each thread: what a product leaves whose rows lie with threads."""
+    """Some columns of a row in each thread: the sums of a product whose rows lie with threads."""
 
     columns: int
 

@@ -49,7 +49,7 @@ SCALE = NumberForm(DType.FLOAT)
 
 
 class ForwardArguments(NamedTuple):
-    """Of a forward kernel; see `composattn.backends.fused.kernels.forward` for parts of a split."""
+    """Arguments of a forward kernel; see `composattn.backends.fused.kernels.forward` for parts of a split."""
 
     q: Any  # (B, Hq, Sq, D), or packed (total, Hq, D)
     k: Any  # (B, Hkv, Skv, D), or packed, or pages (pages, Hkv, page_size, D)
@@ -91,7 +91,7 @@ class ForwardArguments(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """Of the kernel that makes one output of parts."""
+    """Arguments of the kernel that combines partial outputs."""
 
     parts: Any  # (splits, B, Hq, Sq, Dv) fp32, each normalised by itself
     part_lse: Any  # (splits, B, Hq, Sq) fp32
@@ -110,7 +110,7 @@ class CombineArguments(NamedTuple):
 
 
 class SinkArguments(NamedTuple):
-    """Of both kernels around a backward that gives a gradient of sinks; see `kernels.sink_sums`."""
+    """Arguments of preprocess and postprocess where sinks have a gradient; see `kernels.around.sink_sums`."""
 
     sinks: Any  # (Hq,) as captured, or fp32 (B * Hq,) where each sequence has its own
     workspace: Any  # as of `MainArguments`, with a share of each block of the kernel before behind all else
@@ -118,7 +118,7 @@ class SinkArguments(NamedTuple):
 
 
 class PreprocessArguments(NamedTuple):
-    """Of the kernel before a backward: statistics of rows, an empty sum of dQ."""
+    """Arguments of the preprocess kernel: statistics of rows, an empty sum of dQ."""
 
     out: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
     dout: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
@@ -149,7 +149,7 @@ class PreprocessArguments(NamedTuple):
 
 
 class MainArguments(NamedTuple):
-    """Of the kernel that computes dK and dV, and adds up dQ."""
+    """Arguments of the kernel that computes dK and dV, and adds up dQ."""
 
     q: Any  # (B, Hq, Sq, D), packed (total, Hq, D); those that follow alike
     k: Any  # (B, Hkv, Skv, D)
@@ -201,7 +201,7 @@ class PiecesArguments(NamedTuple):
 
 
 class PostprocessArguments(NamedTuple):
-    """Of the kernel that scales and rounds dQ."""
+    """Arguments of the postprocess kernel, which scales and rounds dQ."""
 
     dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
     dq: Any  # (B, Hq, Sq, D), packed (total, Hq, D)
@@ -223,7 +223,7 @@ class PostprocessArguments(NamedTuple):
 
 
 class GatherArguments(NamedTuple):
-    """Of the kernel that adds up dK and dV of tiles that were cut."""
+    """Arguments of the kernel that adds up dK and dV of tiles that were split."""
 
     pieces: Any  # `PiecesArguments`
     dk: Any  # (B, Hkv, Skv, D)
@@ -283,7 +283,7 @@ def _sinks(plan: PreprocessPlan | PostprocessPlan) -> SinkArguments | None:
 
 
 def _sequences(layout: Layout) -> Sequences | None:
-    """Of those that the layout says there are; None for a dense call."""
+    """Forms of the sequences that the layout says there are; None for a dense call."""
     if layout.is_dense:
         return None
     numbers: Any = TensorForm(torch.int32, ("",))

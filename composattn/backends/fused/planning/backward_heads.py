@@ -31,7 +31,7 @@ HeadsOf = tuple[int, int | None]  # query heads of a piece, 0: all; key/value he
 
 
 def heads_of(problem: Problem, program: Program, seen: float, target: Target, deterministic: bool) -> HeadsOf:
-    """Of how many query heads a piece of a tile of keys is, and how many key/value heads run together.
+    """How many query heads a split of a tile of keys has, and how many key/value heads run together.
 
     `seen`: queries that see a tile of keys, on average.
     """
@@ -85,7 +85,7 @@ def _documents_in_order(problem: Problem, program: Program) -> HeadsOf:
 
 
 def _many_heads(problem: Problem, program: Program, target: Target) -> HeadsOf | None:
-    """Of masks whose tiles of keys differ: 8 heads gain 3 to 14 % by four a piece, by two a little less; 5 lose 2.
+    """Heads of a split where tiles of keys differ: 8 heads gain 3 to 14 % by four each, a little less by two; 5 lose 2.
 
     Sections are of two rounds of blocks. None where that was not timed, or gains nothing: of fewer heads, and of equal
     tiles.
@@ -119,7 +119,7 @@ def _heads_together(problem: Problem, target: Target, deterministic: bool) -> in
 
 
 def _pieces_of_documents(problem: Problem, heads: int) -> int:
-    """Of a group's tiles, so many `heads` each where there are 8, fewer where key/value heads are few."""
+    """Splits of a group's tiles, so many `heads` each where there are 8, fewer where key/value heads are few."""
     pieces = max(-(-problem.group // heads) if problem.group >= 8 else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
     return max(1, min(pieces, problem.group // 2))
 

@@ -230,7 +230,7 @@ def _fills_queries(problem: Problem) -> bool:
 
 
 def _pairs(problem: Problem, rows: int, columns: int) -> int:
-    """Of a head of a sequence, in whole tiles."""
+    """Pairs of a head of a sequence, in whole tiles."""
     return -(-queries(problem) // rows) * rows * (-(-keys(problem) // columns) * columns)
 
 

@@ -84,7 +84,7 @@ def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked
 
 
 def _in_order(lengths: Sequence[int], heads: int, together: int) -> Iterable[int]:
-    """Of all heads, section after section: the last tiles first, but of the last section (`TileScheduler`)."""
+    """Lengths for all heads, section after section: the last tiles first, but of the last section (`TileScheduler`)."""
     sections = -(-heads // together)
     each = -(-heads // sections)
     for section in range(sections):

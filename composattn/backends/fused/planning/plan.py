@@ -100,7 +100,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def numbers_told(self) -> int:
-        """Of each tile, that the table has besides its stretch."""
+        """Numbers that the table has for each tile besides its segment."""
         return 0
 
     @property

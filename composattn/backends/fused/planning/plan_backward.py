@@ -252,7 +252,7 @@ class OfRows(TypedDict):
 
 
 def _stretches(posed: Posed, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
-    """Those with which tiles begin, of documents by ids.
+    """Segments of documents by ids, with which tiles begin.
 
     Shares of gradients of sinks by sequence have no place where blocks come by a table.
     """

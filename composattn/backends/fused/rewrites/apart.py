@@ -85,7 +85,7 @@ class CallApart:
         return self._filled(ordered(like, width), results)
 
     def of_keys(self, like: torch.Tensor, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(B, H, S, D) of what parts have of their keys, likewise."""
+        """(B, H, S, D) of what parts have of their keys, in the order of `like`; of one part not copied."""
         if len(results) == 1:
             return _as_they_lie(results[0])
         whole = ordered(like, like.shape[-1])

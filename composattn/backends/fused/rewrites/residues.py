@@ -26,7 +26,7 @@ LONG = 2e10
 
 
 class Group(NamedTuple):
-    """So many residues from `first` on, with so many queries and keys each."""
+    """Some residues from `first` on, with equally many queries and keys each."""
 
     first: int
     residues: int

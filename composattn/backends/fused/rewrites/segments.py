@@ -10,7 +10,7 @@ from .posed import Found, Nothing, Posed, Rewritten
 
 
 def in_segments(posed: Posed) -> Found:
-    """The same call, of which is known that tiles may begin with segments; its tiling says whether they do."""
+    """The call with segments, with which tiles may begin; its tiling says whether they do."""
     if posed.direction == "forward":
         apart = falls_apart(posed.problem, posed.program)
     else:

@@ -79,13 +79,13 @@ class _Sizes(Ranges):
 
 
 def _within(r: Ranges, e: Expr, *args: Expr) -> Bounds:
-    """Of a number no further from 0 than the arguments are."""
+    """Bounds of a number no further from 0 than the arguments are."""
     furthest = max(max(-low, high) for low, high in map(r.of, args))
     return -furthest, furthest
 
 
 def _within_bits(r: Ranges, e: Expr, *args: Expr) -> Bounds:
-    """Of a number with no more bits than the arguments have."""
+    """Bounds of a number with no more bits than the arguments have."""
     high = _within(r, e, *args)[1]
     if math.isinf(high):
         return UNKNOWN

@@ -92,7 +92,7 @@ class Reads:
         return Standing(there[0].problem.device if there else self.derived[0].kept.device)
 
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of what a call reads, how many tiles each tile visits by the lists, of which there are some."""
+        """How many tiles each tile visits by the lists that a call reads, of which there are some."""
         assert self.lists is not None
         return found[self.captured.index(self.lists.captures[0])]
 
@@ -118,7 +118,7 @@ class Standing:
         return self.found(lending, stream)
 
     def found(self, lending: Lending | None, stream: int | None) -> Any:
-        """The same on the current stream, of this handle, which no graph records; None: of a device that has none."""
+        """The tables on the current stream, of this handle, which no graph records; None: the device has no streams."""
         kept = self._kept
         if kept is None or lending is None or lending.unwritten != kept[0] or stream != kept[1]:
             return None

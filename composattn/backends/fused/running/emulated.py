@@ -79,7 +79,7 @@ class EmulatedKernel:
 
     @property
     def result(self) -> Result | None:
-        """Of the last run; None before the first."""
+        """The result of the last run; None before the first."""
         return None if self._ran is None else Result(self.kernel.program, *self._ran)
 
     @property

@@ -132,7 +132,7 @@ class FusedGradient:
         return self._launchers.get((has_dlse, self.deterministic(), NOTHING, True in of_captured))
 
     def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
-        """Of a call where the sinks alone want a gradient: they and its memory, and that among those of `captured`."""
+        """The sinks and their gradient's memory, where they alone want one, and that among those of `captured`."""
         at = self._sinks_alone.index(True)
         sinks = captured[at]
         made = torch.empty_like(sinks)

@@ -27,7 +27,7 @@ _STRIDES_LIMIT = 64
 
 
 class _Sizes(NamedTuple):
-    """Of the memory that a call takes for itself."""
+    """Sizes of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
     workspace: int  # a counter, two statistics of rows, numbers that say what is done to dQ, shares of sinks
@@ -175,7 +175,7 @@ class BackwardLauncher:
         of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
     ) -> None:
-        """The same of queries and keys that bulk copies can read as they are, into gradients that are there."""
+        """Launches the backward of queries and keys that TMA can read as they are, into gradients that are there."""
         rows = keys = None
         if self.reads_captured_alone:
             reads: tuple[torch.Tensor, ...] = tuple(captured)

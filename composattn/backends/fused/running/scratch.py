@@ -46,7 +46,7 @@ class Scratch:
         return self.taken(stream)
 
     def taken(self, stream: int | None) -> tuple[Memory, Place | None]:
-        """The same on the current stream, of this handle, which no graph records; None: one that does."""
+        """Memory on the current stream, of this handle, which no graph records; None: one that does."""
         place = (self.number, stream) if self._is_small and stream is not None else None
         found = None if place is None else kept.pop(place, None)
         if found is not None:

@@ -49,7 +49,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
 
 
 def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
-    """Of a call that is so cut."""
+    """The time model of a call with this tiling."""
     if tiling.shares == "all":
         return TimeOfSharing(problem, tiling, target)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
@@ -147,7 +147,7 @@ class TimeOfReading(Time):
         return self._of_rounds(filled, rounds) * -(-self.tiles // n) + ends
 
     def _of_rounds(self, filled: float, rounds: int) -> float:
-        """Of one tile of keys of each block; `filled`: blocks per multiprocessor."""
+        """The time of one tile of keys of each block; `filled`: blocks per SM."""
         blocks, deep = self.tiling.blocks, self.tiling.reads_far_ahead
         if filled > blocks:
             idle = rounds * blocks - filled
@@ -162,7 +162,7 @@ class TimeOfReading(Time):
 
 
 class TimeOfSharing(TimeOfReading):
-    """The same where all keys are shared alike: no place is idle."""
+    """`TimeOfReading` where all keys are shared alike: no place is idle."""
 
     SHARING = 7.6  # beginnings and ends
 

@@ -56,7 +56,7 @@ LAST_KEYS_FIRST = "from the last keys to the first, as are the parts of dQ added
 def order_of_keys(
     problem: Problem, intervals: Intervals, tile_queries: int, tile_keys: int, deterministic: bool, at_once: int
 ) -> Ordered:
-    """Of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
+    """The order of the tiles of keys of each key/value head; `deterministic`: dQ is summed in their order.
 
     `at_once`: how many tiles run. The tables see keys as queries: theirs is the mirrored problem.
     """
@@ -73,7 +73,7 @@ def order_of_keys(
 def order_of(
     formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
 ) -> Ordered:
-    """Of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
+    """The order of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
     packed = problem.layout.q == "packed"
     wanted = problem.schedule.order
     order: TableOrder = (formula.of_sequences if packed else "longest_first") if wanted == "auto" else wanted
@@ -98,7 +98,7 @@ def order_of(
 def order_in_stretches(
     problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False, groups: int = 0
 ) -> tuple[str, StretchTables]:
-    """Of tiles of so many queries, or keys (in `groups`), that begin with stretches."""
+    """The order of tiles of so many queries, or keys (in `groups`), that begin with segments."""
     wanted = problem.schedule.order
     formula = FIRST_KEYS_FIRST if of_keys else LAST_QUERIES_FIRST
     order: TableOrder = formula.of_sequences if wanted == "auto" else wanted
@@ -112,7 +112,7 @@ def order_in_stretches(
 def order_of_keys_in_stretches(
     problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int, groups: int
 ) -> tuple[str, StretchTables]:
-    """As `order_of_keys`, of tiles that begin with stretches, and of `groups` of keys that each is told about."""
+    """`order_of_keys` for tiles that begin with segments, with metadata of `groups` of keys."""
     if deterministic:
         return LAST_KEYS_FIRST, stretch_tables(problem, tile, "last_keys_first", stretches, True, groups)
     return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, True, groups)
@@ -127,7 +127,7 @@ def mirror(problem: Problem) -> Problem:
 
 
 def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
-    """As the mirrored problem has them."""
+    """Intervals with queries and keys exchanged, as the mirrored problem has them."""
     return tuple(i.mapped({index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}) for i in intervals)
 
 

@@ -30,7 +30,7 @@ MOST = 512  # as many stretches of a sequence as if they had so many rows each, 
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
-    """Of the sequences of a call; `told`, int64, has parts one behind the other.
+    """Segments of the sequences of a call; `told`, int64, has parts one behind the other.
 
     Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
     begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
@@ -56,7 +56,7 @@ class Stretches:
         return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
 
     def tiles_of_keys(self, tile: int, groups: int) -> Derived:
-        """The same with what `primitives.emit_told` reads behind it: int32 (entries, 6 + 4 * groups + 1 + reads)."""
+        """`tiles` with the metadata of `primitives.emit_told` behind: int32 (entries, 6 + 4 * groups + 1 + reads)."""
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
         recipe = _TilesOfKeys(_TilesOf(*shape), groups, len(self.reads))
         return derive(("tiles of keys of stretches", *shape, groups, recipe.reads), recipe, self.told)
@@ -68,7 +68,7 @@ def falls_apart(problem: Problem, program: Program) -> bool:
 
 
 def stretches_of(problem: Problem, program: Program) -> Stretches | None:
-    """Those of a dense call whose mask leaves each row one run of keys, by tensors; None of others."""
+    """Segments of a dense call whose mask leaves each row one run of keys, by tensors; None for other calls."""
     ends = _ends(problem, program)
     if ends is None:
         return None
@@ -94,7 +94,7 @@ def _reads(*ends: Expr) -> tuple[Expr, ...]:
 
 
 def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
-    """Of the keys that a row sees, and of the queries that see it as a key; None where no tensors decide."""
+    """Ends of the keys that a row sees, and of the queries that see it as a key; None where no tensors decide."""
     limits, of_keys = program.limits, program.of_keys[1]
     if limits is None or of_keys is None or not problem.layout.is_dense:
         return None
@@ -107,23 +107,23 @@ def _ends(problem: Problem, program: Program) -> tuple[Expr, ...] | None:
 
 
 def _at_rows(*of_keys: Expr) -> tuple[Expr, ...]:
-    """The same of a row as a key: what both read is read once."""
+    """Ends `of_keys` at a row, seen as a key: what both read is read once."""
     at_row = {index("kv"): index("q"), index("q_len"): index("kv_len")}
     return tuple(substitute(e, at_row) for e in of_keys)
 
 
 def most_stretches(length: int) -> int:
-    """Of a sequence."""
+    """The most segments of a sequence."""
     return max(8, length // MOST)
 
 
 def most_tiles(length: int, tile: int) -> int:
-    """Of all stretches of a sequence."""
+    """The most tiles of all segments of a sequence."""
     return (length + most_stretches(length) * (tile - 1)) // tile
 
 
 def most_places(length: int, tile: int) -> int:
-    """Of whole tiles in an entry of a workspace, where a stretch has its own; see `primitives.padded_tiles`."""
+    """The most tiles in an entry of a workspace, where a segment has its own; see `primitives.padded_tiles`."""
     return -(-length // tile) + most_stretches(length) - 1
 
 
@@ -137,7 +137,7 @@ def _rows(told: torch.Tensor, entries: int, reads: int) -> torch.Tensor:
 
 
 def _of_keys(first: torch.Tensor, stop: torch.Tensor, holds: torch.Tensor, *reads: torch.Tensor) -> list[torch.Tensor]:
-    """Of each key, as what a tile's keys say is the least of it.
+    """Numbers of each key, whose least is what a tile's keys say.
 
     The first query that sees the key and, less, the one behind the last; less, the first of those that all keys of a
     tile see, and the one behind the last of them; whether `holds`; what is read, and less that.

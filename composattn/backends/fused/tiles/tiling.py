@@ -73,12 +73,12 @@ class Tiling(abc.ABC):
 
 
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:
-    """Of a batch entry: tiles of so many rows, which `heads` of a key/value head share."""
+    """How many tiles of so many rows a batch entry has; `heads` of a key/value head share them."""
     return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads)
 
 
 def key_tiles(problem: Problem, columns: int) -> int:
-    """Of a sequence: tiles of so many keys."""
+    """How many tiles of so many keys a sequence has."""
     return -(-keys(problem) // columns)
 
 
@@ -127,7 +127,7 @@ class ForwardTiling(Tiling):
 
     @property
     def most_rows(self) -> int:
-        """Of a tile, that may be queries' heads."""
+        """How many rows of a tile may be queries' heads."""
         return self.tile_m
 
     @property
@@ -137,7 +137,7 @@ class ForwardTiling(Tiling):
 
     @property
     def computing_warps(self) -> int:
-        """Of a block, that have rows of the output."""
+        """Warps of a block that have rows of the output."""
         raise NotImplementedError(f"{self.kernel} has no shares")
 
     @property
@@ -162,7 +162,7 @@ class ForwardTiling(Tiling):
 
     @property
     def output_columns(self) -> int:
-        """Of the output, that one copy takes."""
+        """Columns of the output that one copy takes."""
         return self.dv
 
 
@@ -228,7 +228,7 @@ class BackwardTiling(Tiling):
 
     @property
     def claimed_parts(self) -> int:
-        """Of a tile of dQ, each of which somebody claims; 0: nobody does."""
+        """Parts of a tile of dQ that are claimed one by one; 0: none is."""
         return 0
 
     @property
@@ -252,7 +252,7 @@ class BackwardTiling(Tiling):
 
     @property
     def block_keys(self) -> int:
-        """Of a tile, that a block has."""
+        """Keys of a tile that one block has."""
         return self.tile_n // self.sharing
 
 
@@ -276,7 +276,7 @@ class RowBackwardTiling(BackwardTiling):
 
     @property
     def queries(self) -> int:
-        """Of a tile, that a thread has, if it has a key."""
+        """Queries of a tile that a thread with a key has."""
         return self.tile_m // self.groups
 
     @property
@@ -286,5 +286,5 @@ class RowBackwardTiling(BackwardTiling):
 
     @property
     def keys(self) -> int:
-        """Of a tile, that a thread has, if it has a query."""
+        """Keys of a tile that a thread with a query has."""
         return self.tile_n // self.groups

@@ -32,7 +32,7 @@ def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
 
 
 def bytes_at_pairs(graph: Expr) -> int | None:
-    """Of the numbers that are read for each (q, kv) as they lie; None where some are elsewhere, as at distances."""
+    """Bytes read for each (q, kv) from where it lies; None where some are read elsewhere, as at distances."""
     reads = [n for n in walk(graph) if n.op == "read" and n.rate is Rate.ELEMENT]
     if any(pattern_of(n) is not Pattern.PAIR for n in reads):
         return None
@@ -91,13 +91,13 @@ def sees_score(program: Program) -> bool:
 
 
 def queries(problem: Problem) -> int:
-    """Of a sequence: packed, the most that any has, if that is known, else as many as there are on average."""
+    """Queries of a sequence: packed, the most that any has if that is known, else the average."""
     packed, most = problem.layout.q == "packed", problem.layout.max_q_len
     return problem.q_len if not packed else -(-problem.q_len // problem.batch) if most is None else most
 
 
 def keys(problem: Problem) -> int:
-    """Of a sequence, as of `queries`; in pages, as many as the page table has room for."""
+    """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
     packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
     return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
 

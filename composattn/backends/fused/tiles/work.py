@@ -131,7 +131,7 @@ def _whole(positions: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
-    """As `Visits`, from the counts of `KeyLists`, or of `QueryLists` for tiles of keys."""
+    """Visited tiles from the counts of `KeyLists`, or of `QueryLists` for tiles of keys; see `Visits`."""
     of_all_heads = counts.sum((0, 2)) if counts.ndim == 4 else counts.sum(1)  # (B|1, Tq)
     return of_all_heads[tiles.b.clamp(max=of_all_heads.shape[0] - 1), tiles.m.clamp(max=of_all_heads.shape[1] - 1)]
 
@@ -246,7 +246,7 @@ class WorkTables:
 
 
 class StretchTables(WorkTables):
-    """The same of tiles that begin with stretches: int32 (entries, 6), see `Stretches.tiles`.
+    """`WorkTables` of tiles that begin with segments: int32 (entries, 6), see `Stretches.tiles`.
 
     The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
     With `groups` of keys in a tile it is told what they see, see `Stretches.tiles_of_keys`.
@@ -337,7 +337,7 @@ def fixed_visits(
 
 
 def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> torch.Tensor | None:
-    """The same with run-time numbers as they are now; None where captured tensors decide."""
+    """Visited tiles with run-time numbers as they are now; None where captured tensors decide."""
     if captured_decide(intervals):
         return None
     ends = _ends(intervals)

@@ -35,12 +35,12 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def layout(self, columns: int) -> Any:
-        """Of `rows` keys in shared memory."""
+        """The layout of `rows` keys in shared memory."""
         return tile_layout(self.rows, columns)
 
     @abc.abstractmethod
     def sums(self, columns: int) -> Sums:
-        """Of dK or dV, which has so many columns."""
+        """The sums of dK or dV, which has so many columns."""
 
     def part(self, shared: cute.Tensor) -> cute.Tensor:
         """What the sums are of, in the shared memory of `rows` keys."""
@@ -116,7 +116,7 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
 
 
 class RowGather(BackwardGather[AnyTiling]):
-    """Of sums that lie one row per thread: whole rows of a tile of keys."""
+    """Adds up sums that lie one row per thread: whole rows of a tile of keys."""
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
         super().__init__(plan)

@@ -34,7 +34,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
 
     def layout(self) -> Any:
-        """Of a tile of dQ in shared memory."""
+        """The layout of a tile of dQ in shared memory."""
         return tile_layout(self.rows, self.tiling.d)
 
     @property
@@ -47,7 +47,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
 
     @abc.abstractmethod
     def sums(self) -> Sums:
-        """Of dQ, as a group of the main kernel has left them."""
+        """The sums of dQ, as a group of the main kernel has left them."""
 
     @abc.abstractmethod
     def part(self, shared: cute.Tensor, group: Any) -> cute.Tensor:
@@ -104,7 +104,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         way_out.leave(sums, registers, lambda shared: self.part(shared, group), thread, outputs)
 
     def sums_of(self, dq_accum: cute.Tensor, padded: PaddedTiles, head: Any, tile: Any) -> cute.Tensor:
-        """Of a tile, or of a part of one."""
+        """The sums of a tile, or of a part of one."""
         if self.parts == 1:
             return dq_accum[padded.b, head, padded.first + tile, None]
         size = self.rows * self.tiling.d
@@ -113,7 +113,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
 
 
 class RowPostprocess(Postprocess[AnyRowTiling]):
-    """Of sums that lie one row per thread, four columns together (`DqRows`): a group has `COLUMNS` of them."""
+    """Rounds sums that lie one row per thread, four columns together (`DqRows`): a group has `COLUMNS` of them."""
 
     def __init__(self, plan: PostprocessPlan[AnyRowTiling]):
         super().__init__(plan)

@@ -142,7 +142,7 @@ class Consume(Role):
 
 
 class ConsumeApart(Consume):
-    """The same where each group has kv tiles of its own among those of all: it passes by those before and behind."""
+    """`Consume` where each group has kv tiles of its own among those of all: it skips those before and behind."""
 
     @cute.jit
     def visit(self, work, slots):
@@ -166,7 +166,7 @@ class ConsumeApart(Consume):
 
     @cute.jit
     def pass_by(self, count, turns, k_slot, v_slot):
-        """So many tiles; in the first `turns` of them the group gives its turn to the next one."""
+        """Skips `count` tiles; in the first `turns` of them the group gives its turn to the next one."""
         me = self.me
         for i in cutlass.range(count, unroll=1):
             me.block.k_edge.wait(k_slot)  # released before it is full, a stage would count for the lap before
@@ -208,7 +208,7 @@ class GroupRows(OutputRows[Any]):
         return scores
 
     def first_scores(self, tiles, k_slot):
-        """Of the first one of these kv tiles, which are all that the rows see."""
+        """Scores of the first of these kv tiles, which are all that the rows see."""
         self.tiles, n = tiles.count, tiles.first
         ahead, seen = self.mods.read_ahead(self.tile(None, n)), self.look(n)
         self.products.get_queries(self.tSrQ, self.q_slot, self.me.thread)

@@ -17,7 +17,7 @@ class Group(Fixed):
         self.lane = cute.arch.lane_idx()
 
     def is_first_warp(self):
-        """Of the group."""
+        """Whether this is the first warp of the group."""
         return self.thread // 32 == 0
 
     def sync_group(self) -> None:

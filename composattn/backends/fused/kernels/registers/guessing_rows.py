@@ -22,7 +22,7 @@ FIRST, THEN = 1, 8
 
 
 class GuessingRows(GroupRows):
-    """The same, but for tiles that no test is for: their exponentials begin with their scores.
+    """`GroupRows` whose tiles without a test start their exponentials with their scores.
 
     The matrix unit sums what it multiplies, the rounded probabilities, by V's columns of ones: with sums of what was
     rounded later, a row's error would be that of its largest probability, which a guess leaves anywhere between 1 and 2
@@ -68,7 +68,7 @@ class GuessingRows(GroupRows):
         self.rescale.fill(1.0)
 
     def guessed_step(self, n, k_slot, v_slot):
-        """As `step`; gives whether the tile was computed again."""
+        """`step` by a speculative maximum; returns whether the tile was computed again."""
         ahead, tSrS = self.issue(n, k_slot, v_slot, early=False)
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
         scores = self.products.remembered(tSrS)

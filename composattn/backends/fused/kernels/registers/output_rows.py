@@ -37,7 +37,7 @@ class OutputProducts(Fixed, abc.ABC):
 
     @abc.abstractmethod
     def remembered(self, sums: cute.Tensor) -> Remembered:
-        """The same, for who reads a number more than once."""
+        """These sums, cached for who reads a number more than once."""
 
     @abc.abstractmethod
     def wait(self, running: int) -> None:
@@ -61,7 +61,7 @@ class RowGroup(Group):
         self.column = self.first_column() + self.shape.lane_column(self.lane)
 
     def first_column(self) -> Any:
-        """Of the group, where groups share the columns of a tile of scores."""
+        """The group's first column, where groups share the columns of a tile of scores."""
         return 0
 
 
@@ -113,7 +113,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
             _if((self.summed[0] & (self.summed[0] - 1)) == 0, self.note_sums)
 
     def note_sums(self) -> None:
-        """So that maxima lag by what sums will be; of a first tile with a mask, half is visible on average."""
+        """Reads sums for the rescale threshold; half of a first tile with a mask is visible on average."""
         if self.me.tiling.lag.share is not None:
             hidden = 0.0 if self.me.plan.program.mask is None else 0.5
             in_all, by_now = Float32(self.tiles) - hidden, Float32(self.summed[0]) - hidden
@@ -195,7 +195,7 @@ def _store_row(target, q: Int32, values, pair: Int32, blocks: Any, inside: Boole
 
 @cute.jit
 def _store_lines(target, q: Int32, values, lane: Int32, blocks: Any, inside: Boolean):
-    """The same in lines of 8 columns, of which each of the row's four lanes has every fourth: 16 bytes at once."""
+    """Stores values in lines of 8 columns, of which each of a row's four lanes has every fourth: 16 bytes at once."""
     rounded = narrowed(values, target.element_type)
     words = cute.recast_tensor(rounded, Int32)
     for i in cutlass.range_constexpr(cute.size(words) // LINES):

@@ -17,7 +17,7 @@ from ...tiles.tiling import STATISTICS
 
 
 class LeftSums(Fixed):
-    """Of a thread's rows: each adds what the same one of another block left."""
+    """Sums of a thread's rows, to which each adds what the thread of its number in another block left."""
 
     def __init__(self, left: cute.Tensor, rows: Any) -> None:
         self.left, self.rows, me = left, rows, rows.me
@@ -35,7 +35,7 @@ class LeftSums(Fixed):
         return found
 
     def index(self, r: int, c: int) -> int:
-        """Of a row's column among a thread's sums: pairs of columns, of each of its rows."""
+        """The place of a row's column among a thread's sums: pairs of columns, of each of its rows."""
         return c // 2 * 2 * self.rows.shape.rows + 2 * r + c % 2  # type: ignore[no-any-return]
 
     def statistics(self) -> cute.Tensor:

@@ -97,7 +97,7 @@ class Correction(Role):
 
 
 class OutputSlots(Bundle):
-    """Of one query tile: where its places, outputs and sums are."""
+    """The slots of one query tile: where its places, outputs and sums are."""
 
     parts = ("place", "added", "of_sum")
 

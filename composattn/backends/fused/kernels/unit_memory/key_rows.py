@@ -96,7 +96,7 @@ class KeyRows(KeyGroup):
             mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
 
     def wait_for_scores(self, parts: list["Part"], slot: Slot) -> None:
-        """And for dP, where both are computed at once."""
+        """Waits for scores, and for dP where both are computed at once."""
         self.block.scores.wait(slot)
         if const_expr(self.mods.backward.one_pass):
             self.block.gradients.wait(slot)
@@ -107,7 +107,7 @@ class KeyRows(KeyGroup):
         return Part(self, m, number, q_slot)
 
     def row_of(self, number: Any) -> Any:
-        """Of a part, counted from the thread's first one."""
+        """The first row of a part, counted from the thread's first one."""
         return number * self.shape.rows
 
     def share_gradients(self, parts: list["Part"], q_slot: Slot, slot: Slot) -> None:
@@ -163,7 +163,7 @@ class KeyRows(KeyGroup):
         put_row(sums, shared, self.thread, first)
 
     def leave(self, target: cute.Tensor, sums: cute.Tensor, first: int, width: int) -> None:
-        """Likewise, fp32, to the sums of a piece, of so many columns."""
+        """`COLUMNS` of a result in fp32 to the partial sums of a split tile, of `width` columns."""
         store_part(target, sums, first // COLUMNS, self.thread)
 
     def sums(self, column: int, factor: Any) -> cute.Tensor:
@@ -215,7 +215,7 @@ class Part(Fixed):
         self.rounded(mods.dropped(self.at, self.values, lambda values: values), self.left_scores)
 
     def leave_gradients(self) -> None:
-        """Also to shared memory, where the product with K wants them; the last ones have been read before dP came."""
+        """dS to both memories: the product with K reads shared memory, whose last dS was read before dP came."""
         put_row(self.rounded(self.gradients.numbers, self.left_gradients), self.block.sdS, self.thread, self.row)
 
 

@@ -9,10 +9,10 @@ class MatrixMemory(Protocol):
     """A thread's row of the matrix unit's memory, in columns of 32 bits, counted from the first that the block has."""
 
     def read(self, column: Any, count: int) -> Any:
-        """So many fp32 numbers."""
+        """`count` fp32 numbers from `column` on."""
 
     def read_with_maxima(self, column: Any, count: int) -> Any:
-        """Likewise, then the largest of each piece of them, NaN left out; of units that have such loads."""
+        """`count` fp32 numbers, then the largest of each group of them without NaN; for units with such loads."""
 
     def write(self, column: Any, words: cute.Tensor) -> None:
         """32-bit registers, there after `written`."""

@@ -11,8 +11,8 @@ from .query_tile import of_tile
 
 
 class Progress(Bundle):
-    """Of one query tile: the place of its next scores, that of its next probabilities, whether there are such, and
-    whether O has anything yet.
+    """Progress of one query tile: the places of its next scores and probabilities, whether there are such, and whether
+    O has anything yet.
     """
 
     parts = ("ahead", "ready", "waiting", "begun")
@@ -117,7 +117,7 @@ class Multiply(Role):
 
     @cute.jit
     def scores(self, needed, products, progress, k_slot):
-        """Of a kv tile, if the query tile needs it."""
+        """Scores of a kv tile, if the query tile needs it."""
         if const_expr(needed is True):
             products.issue_scores(progress.ahead, k_slot)
             progress = progress.with_scores()

@@ -81,7 +81,7 @@ class StripPart(PairPart):
 
 
 class StripRows(PairRows):
-    """As `PairRows`, of which each group has a strip of the queries of either block, where columns are few.
+    """`PairRows` where columns are few: each group has a strip of the queries of either block.
 
     It says by `scores_read` that others may come to where its scores were, and by `gradients_read` to where its first
     strip of dP was. dS goes to shared memory that the next Q has left, so once the next scores are there.

@@ -80,7 +80,7 @@ class QueryLanes(KeyRows):
     # --- the end of a tile ------------------------------------------------------------------------------------
 
     def keys(self, call: Any) -> Any:
-        """As at the start: read again, documents of packed sequences spilled 6."""
+        """The keys as they were at the start: reading them again spilled 6 for documents of packed sequences."""
         return self.work.keys
 
     def put(self, shared: cute.Tensor, sums: cute.Tensor, first: int) -> None:
