@@ -298,13 +298,13 @@ def attention(
         return _spoken_or_shared(inputs, (score, mask, sink, keep, None), options, asked, shard, compiling)
     if keep is not None:
         keep.draw()
-    planned, lending = planned_for(score_mod, mask_mod, sinks, keep, options)
+    planned, borrowed = planned_for(score_mod, mask_mod, sinks, keep, options)
     if asked is OUT_ALONE and varlen is None and paged is None:
         short_way = planned.short_way_of(q, k, v)
-        out = None if short_way is None else short_way(q, k, v, lending)
+        out = None if short_way is None else short_way(q, k, v, borrowed)
         if out is not None:
             return out
-    return planned(Inputs(q, k, v, varlen, paged), asked, lending)  # type: ignore[no-any-return]
+    return planned(Inputs(q, k, v, varlen, paged), asked, borrowed)  # type: ignore[no-any-return]
 
 
 def _spoken_or_shared(
@@ -343,8 +343,8 @@ def _quantised(
         return _spoken_or_shared(inputs, (score, mask, sink, keep, call.values), options, asked, None, compiling)
     if keep is not None:
         keep.draw()
-    planned, lending = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)
-    return planned(inputs, asked, lending)
+    planned, borrowed = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)
+    return planned(inputs, asked, borrowed)
 
 
 def _refuse_shared(shard: Shard | None) -> None:

@@ -214,9 +214,9 @@ def _again(
         return None
     options = scale, backend, None, None
     if known.mask is known.inner:
-        planned, lending = planned_for(score_mod, known.mask_mod, None, None, options, known.said)
+        planned, borrowed = planned_for(score_mod, known.mask_mod, None, None, options, known.said)
     else:
-        planned, lending = planned_for(score_mod, known.mask, None, None, options)
+        planned, borrowed = planned_for(score_mod, known.mask, None, None, options)
     short_way = planned.short_way_of(query, key, value)
     if short_way is None:
         return None
@@ -228,8 +228,8 @@ def _again(
         if mask_of(block_mask, query, key) is not known.mask:
             return None
         known.latest = asked
-    out = short_way(query, key, value, lending)
-    return planned(Inputs(query, key, value), OUT_ALONE, lending) if out is None else out
+    out = short_way(query, key, value, borrowed)
+    return planned(Inputs(query, key, value), OUT_ALONE, borrowed) if out is None else out
 
 
 def _unchanged(given: object) -> _Known | None:

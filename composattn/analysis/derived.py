@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ..graph.borrowed import BorrowedCapture
 from ..graph.expr import Capture
 from ..graph.foreign import is_fake, mode_of
-from ..graph.lent import Lent
 from . import refreshed
 from .refreshed import Refreshed, distrusted, version
 from .rerun import Rerun
@@ -260,9 +260,9 @@ def stamp(source: Capture) -> Hashable:
     """Changes when what `source` stands for was written to, or it stands for another; None where nobody says so."""
     if isinstance(source, Derived):
         return source._made.version
-    if not isinstance(source, Lent):
+    if not isinstance(source, BorrowedCapture):
         return version(source.tensor)
-    if source.unwritten is not None and distrusted() is None:  # found out when it was lent
+    if source.unwritten is not None and distrusted() is None:  # found out when it was borrowed
         return source.unwritten
     now = version(source.tensor)
     return None if now is None else (now, source.epoch)
@@ -272,7 +272,7 @@ def stamps(sources: Iterable[Capture]) -> list[Hashable]:
     """`stamp` of each."""
     found: list[Hashable] = []
     for source in sources:
-        known = source.unwritten if source.__class__ is Lent else None  # type: ignore[attr-defined]
+        known = source.unwritten if source.__class__ is BorrowedCapture else None  # type: ignore[attr-defined]
         found.append(known if known is not None and distrusted() is None else stamp(source))
     return found
 

@@ -25,9 +25,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..errors import UnknownLength
+from ..graph.borrowed import BorrowedCapture
 from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
-from ..graph.lent import Lent
 from . import streams
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
 from .derived import Derived, behind, derives_anew, plain_tensors, refresh, value_of
@@ -177,10 +177,10 @@ class TileLists(ABC):
                 return list(self._compute([*read, _lengths(*queries), _lengths(*keys)], values))
         places = [t for t in (*queries, *keys) if t is not None]
         seen: list[Hashable] = [*values, *(v for t in (*read, *places) for v in (t.shape, t.stride(), version(t)))]
-        seen += [c.epoch for c in self.sources if isinstance(c, Lent)]
-        # held: their memory is no one else's while the stamp speaks of it; that of lent ones ends with this plan
-        lent = [isinstance(c, Lent) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
-        own = [t for t, is_lent in zip(read, lent, strict=True) if not is_lent]
+        seen += [c.epoch for c in self.sources if isinstance(c, BorrowedCapture)]
+        # held: their memory is no one else's while the stamp speaks of it; that of borrowed ones ends with this plan
+        borrowed = [isinstance(c, BorrowedCapture) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
+        own = [t for t, is_borrowed in zip(read, borrowed, strict=True) if not is_borrowed]
 
         of_thread = self._own
 

@@ -18,15 +18,15 @@ from ..call.autograd import Differentiable
 from ..call.inputs import Asked, Inputs, Outputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
-from ..graph.lent import Lending
+from ..graph.borrowed import Borrowed
 from . import blackwell, hopper, reference, streaming
 from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.tiles.target import TARGETS, Target
 
-ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Lending | None], torch.Tensor | None]
-"""(q, k, v, what is lent for the call) → out, of inputs of one form; None where the call has to go its whole way."""
+ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
+"""(q, k, v, what the call borrows) → out, of inputs of one form; None where the call has to go its whole way."""
 
 
 class PreparedCall(Protocol):

@@ -22,10 +22,10 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
+from ..graph.borrowed import Borrowed, borrowed_again, current
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
-from ..graph.lent import Lending, current, lent_again
 from ..graph.philox import factor_of
 from .layouts import arrange
 
@@ -118,7 +118,7 @@ class Recomputed:
     """One call where torch does not record: a `Differentiable` whose gradient computes the forward again."""
 
     differentiable_twice = False
-    lending: Lending | None = None
+    borrowed: Borrowed | None = None
     sources: Sequence[torch.Tensor] = ()  # nothing is made again behind a forward
 
     def __init__(self, call: ReferenceCall, scalars: Sequence[float | int], sequences: Sequences) -> None:
@@ -135,7 +135,7 @@ class Recomputed:
         return _attention(dense, q, k, v, self.sequences)
 
     def backward(self, known: BackwardInputs) -> Grads:
-        with lent_again(self.lending):
+        with borrowed_again(self.borrowed):
             return self._gradients(known)
 
     def _gradients(self, known: BackwardInputs) -> Grads:
@@ -220,7 +220,7 @@ class _Dense:
         self.values_mod = program.values
         self.working = torch.promote_types(precision, torch.float32)
         self.scalars = {id(s): s.value for s in program.scalars}  # a recomputation must not see later values
-        self.lending = current()
+        self.borrowed = current()
         captures, _ = program.read_by_mods
         refresh(captures)
         # Widened once, before they are read, so that their gradients are summed in the working precision.
@@ -232,7 +232,7 @@ class _Dense:
         }
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:
-        with lent_again(self.lending):  # a recomputation runs when the call is over
+        with borrowed_again(self.borrowed):  # a recomputation runs when the call is over
             return self.computed(q, k, v, b0, h0)
 
     def computed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int, h0: int) -> Three:

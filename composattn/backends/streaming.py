@@ -31,11 +31,11 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
+from ..graph.borrowed import Borrowed, borrowed_again
 from ..graph.evaluate import evaluate
 from ..graph.expr import Capture, Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.least_score import LEAST_SCORE
-from ..graph.lent import Lending, lent_again
 from ..graph.philox import factor_of
 from .gathered import accumulate, total_for
 from .layouts import SequenceRows, arrange
@@ -107,7 +107,7 @@ class Streaming:
     """One call. A `Differentiable` in the sense of `composattn.call.autograd`."""
 
     differentiable_twice = True
-    lending: Lending | None = None
+    borrowed: Borrowed | None = None
     sources: Sequence[torch.Tensor] = ()  # nothing is made again behind a forward
 
     def __init__(
@@ -163,7 +163,7 @@ class Streaming:
 
     def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
-        with lent_again(self.lending):
+        with borrowed_again(self.borrowed):
             return self._gradients(known)
 
     def _gradients(self, known: BackwardInputs) -> Grads:

@@ -15,8 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from ..errors import GradientUnsupported
+from ..graph.borrowed import Borrowed, current
 from ..graph.expr import Capture
-from ..graph.lent import Lending, current
 from ..graph.moved import Addresses
 from .sequences import NO_SEQUENCES, Sequences
 
@@ -49,12 +49,12 @@ class Differentiable(Protocol):
     """What a backend knows how to do with one call, given its tensors.
 
     `captured` are the tensors that the mods read, in the order of `captures`. Both methods run with autocast off, the
-    forward with what was lent for the call (`lending`, see `graph.lent`): a backward that reads more than it is given
-    has it lent again.
+    forward with what the call borrowed (`graph.borrowed`): a backward that reads more than it is given
+    borrows it again.
     """
 
     differentiable_twice: bool
-    lending: Lending | None
+    borrowed: Borrowed | None
 
     @property
     def captures(self) -> Sequence[torch.Tensor]:
@@ -84,7 +84,7 @@ class Differentiable(Protocol):
 
 def attend(call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
     """What `call` computes, out and lse differentiable in q, k, v and every captured tensor that requires grad."""
-    call.lending = current()
+    call.borrowed = current()
     tensors: tuple[torch.Tensor, ...] = (q, k, v, *call.captures)
     if True in map(is_functorch_wrapped_tensor, tensors):  # by a transform that is over
         tensors = unwrap_dead_wrappers(tensors)

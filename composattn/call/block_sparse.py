@@ -17,10 +17,10 @@ import torch
 
 from .. import errors
 from ..analysis.derived import Derived
+from ..graph.borrowed import capture_of
 from ..graph.dynamo import is_traced
 from ..graph.expr import Capture
 from ..graph.form import MAKERS, Formed, joined
-from ..graph.lent import capture_of
 from ..graph.sizes import differ, is_known, surely
 from ..mods.mask import Mask
 

@@ -42,9 +42,9 @@ from ..call.sequences import HINTS
 from ..call.strides import ordered
 from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies
+from ..graph.borrowed import Borrowed
 from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture
-from ..graph.lent import Lending
 from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
@@ -118,10 +118,10 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
         )
     forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
-    planned, lending = planned_of(forms, leaves, options, "operator")
-    if lending is None:
+    planned, borrowed = planned_of(forms, leaves, options, "operator")
+    if borrowed is None:
         return OperatorCall(planned, tuple(map(Capture, captured)), distrusting(since))
-    return OperatorCall(planned, tuple(lending.captures), _Distrusted(lending, since))
+    return OperatorCall(planned, tuple(borrowed.captures), _Distrusted(borrowed, since))
 
 
 def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
@@ -169,18 +169,18 @@ def _given(form: str, place: int, narrow: bool) -> LocalScalar:
 
 
 class _Distrusted:
-    """A lending to a call that counts on nothing derived before, but by its own forward: `since`."""
+    """What is borrowed for a call that trusts nothing derived before but by its own forward, `since`."""
 
-    def __init__(self, lending: Lending, since: object) -> None:
-        self.lending, self.inner = lending, distrusting(since)
+    def __init__(self, borrowed: Borrowed, since: object) -> None:
+        self.borrowed, self.inner = borrowed, distrusting(since)
 
     def __enter__(self) -> None:
-        self.lending.__enter__()
+        self.borrowed.__enter__()
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
-        self.lending.__exit__(*error)
+        self.borrowed.__exit__(*error)
 
 
 # --- the operators -------------------------------------------------------------------------------------------

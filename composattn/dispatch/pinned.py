@@ -12,7 +12,7 @@ from ..analysis.graphs import refuse_outdated
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
 from ..graph import copies
-from ..graph.lent import Lending
+from ..graph.borrowed import Borrowed
 from ..mods.mask import Mask
 from . import operators
 from .captured import refuse_flattened
@@ -54,10 +54,10 @@ class Pinned(Planned):
         """The mask, None where all is seen."""
         return self._state[0][1]  # type: ignore[no-any-return]
 
-    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
+    def __call__(self, inputs: Inputs, asked: Asked, borrowed: Borrowed | None = None) -> Any:
         if self._seen:
             self._watch()
-        return super().__call__(inputs, asked, lending)
+        return super().__call__(inputs, asked, borrowed)
 
     def _watch(self) -> None:
         """Raises `CapturedTensorChanged` where a captured tensor is not what the plan was made for."""

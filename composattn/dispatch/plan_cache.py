@@ -1,7 +1,7 @@
 """Plans cached between calls of `ca.attention`, for as long as the tensors that their mods read are alive.
 
 A plan is known by what the call asks for: the forms of its mods, its options, and the memory of the captured tensors.
-It holds none of them (see `graph.lent`); when one of them ends, the plan waits for another of its form.
+It holds none of them (see `graph.borrowed`); when one of them ends, the plan waits for another of its form.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..analysis.graphs import refuse_outdated
 from ..analysis.program import Program
 from ..errors import UnreadableProgram
 from ..graph import copies
+from ..graph.borrowed import Borrowed, BorrowedCapture, borrow, borrowed_before
 from ..graph.expr import Dep, DType, Expr
 from ..graph.fingerprint import Fingerprint, fingerprint
 from ..graph.form import graphs_of
-from ..graph.lent import Lending, Lent, lend, lent_before
 from ..graph.trace import trace_mask, trace_score
 from ..mods.dropout import Dropout
 from ..mods.mask import Mask
@@ -33,7 +33,7 @@ from .captured import refuse_flattened
 from .planned import Options, Planned
 
 LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
-CachedPlan = tuple[Planned, tuple[Lent, ...], list[int]]  # with what it reads, and the sum of its epochs
+CachedPlan = tuple[Planned, tuple[BorrowedCapture, ...], list[int]]  # with what it reads, and the sum of its epochs
 _plans: dict[Hashable, CachedPlan] = {}  # by what the mods are: their forms, or what their functions say
 _lock = threading.Lock()
 _NOTHING_SAID: Fingerprint = None, ()
@@ -48,10 +48,10 @@ def planned_for(
     options: tuple[Any, ...],
     masked: Fingerprint | None = _NOTHING_SAID,
     values: Values | None = None,
-) -> tuple[Planned, Lending | None]:
-    """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what to lend it.
+) -> tuple[Planned, Borrowed | None]:
+    """The plan of a call with these mods and options (scale, backend, deterministic, schedule), and what it borrows.
 
-    Functions that say what they said before, of tensors that are lent, are not made into a `Score` or a `Mask`.
+    Functions that say what they said before, of borrowed tensors, are not made into a `Score` or a `Mask`.
     `masked`: what the mask says now, if whoever asks knows it.
 
     Raises: what `Attention` raises.
@@ -77,15 +77,15 @@ def planned_for(
         leaves = said[1] + masked[1] if sinks is None else (*said[1], *masked[1], sinks)
         if copies.made and leaves:
             refuse_outdated(leaves)
-        lending = lent_before(leaves, are_of_form) if leaves else None
-        if lending is not None or not leaves:
+        borrowed = borrowed_before(leaves, are_of_form) if leaves else None
+        if borrowed is not None or not leaves:
             key = _asked((said[0], masked[0]) if sinks is None else (said[0], masked[0], _SINKS, None, None), options)
         if key is not None:
-            if lending is not None:
-                key += lending.captures
+            if borrowed is not None:
+                key += borrowed.captures
             found = _plans.get(key)
-            if found is not None and (lending is None or found[2][0] == lending.epoch):
-                return found[0], lending
+            if found is not None and (borrowed is None or found[2][0] == borrowed.epoch):
+                return found[0], borrowed
     of_score, of_mask = _formed(Score, trace_score, score_mod, said), _formed(Mask, trace_mask, mask_mod, masked)
     return _planned_by_form(of_score, of_mask, (sinks, keep, values), options, key)
 
@@ -120,7 +120,7 @@ def _planned_by_form(
     others: tuple[Any, Dropout | None, Values | None],
     options: tuple[Any, ...],
     said: tuple[Any, ...] | None,
-) -> tuple[Planned, Lending | None]:
+) -> tuple[Planned, Borrowed | None]:
     """The plan by the forms and leaves of the mods; from now on it is found by what functions `said` too."""
     sinks, keep, values = others
     sink = None if sinks is None else Sink.of(sinks)
@@ -132,31 +132,31 @@ def _planned_by_form(
             leaves += () if mod is None else mod.leaves
     if copies.made and leaves:
         refuse_outdated(leaves)
-    planned, lending = planned_of(forms, leaves, options)
+    planned, borrowed = planned_of(forms, leaves, options)
     if said is not None and said not in _plans:
-        captures, by_form = () if lending is None else lending.captures, _asked(forms, options)
+        captures, by_form = () if borrowed is None else borrowed.captures, _asked(forms, options)
         found = None if by_form is None else _plans.get(by_form + captures)
         if found is not None and said[len(said) - len(captures) :] == captures == found[1]:
             _cache(said, found)
-    return planned, lending
+    return planned, borrowed
 
 
 def planned_of(
     forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
-) -> tuple[Planned, Lending | None]:
-    """The plan of a call by the forms of its mods, in the order of `Program` (None: no mod), and what to lend it.
+) -> tuple[Planned, Borrowed | None]:
+    """The plan of a call by the forms of its mods, in the order of `Program` (None: no mod), and what it borrows.
 
     user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
     every call, in place, under the eyes of an eager backward that may still need it.
     """
-    # `transforms.active`: their backward comes when nothing is lent any more
+    # `transforms.active`: their backward comes when nothing is borrowed any more
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _made(forms, leaves, options), None
     key = _asked(forms, options)
     if key is None:
         return _made(forms, leaves, options), None  # refused by name
-    lending: Lending | None = None
-    captures: tuple[Lent, ...] = ()
+    borrowed: Borrowed | None = None
+    captures: tuple[BorrowedCapture, ...] = ()
     if leaves:
         tensors = []
         for leaf in leaves:
@@ -164,27 +164,27 @@ def planned_of(
                 tensors.append(leaf)
                 if getattr(leaf, "_fsdp_flattened", False):
                     refuse_flattened(tensors)
-        lending = lend(tensors, user, key)
-        if lending is None:
+        borrowed = borrow(tensors, user, key)
+        if borrowed is None:
             return _made(forms, leaves, options), None
-        captures = lending.captures
+        captures = borrowed.captures
         key += captures
         if len(tensors) < len(leaves):
             key = (key, *[leaf.number for leaf in leaves if not isinstance(leaf, torch.Tensor)])
     found = _plans.get(key)
     if found is not None:
         planned, _, seen = found
-        if lending is not None and seen[0] != lending.epoch:
+        if borrowed is not None and seen[0] != borrowed.epoch:
             planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
-            seen[0] = lending.epoch
-        return planned, lending
-    if lending is None:
+            seen[0] = borrowed.epoch
+        return planned, borrowed
+    if borrowed is None:
         planned = _made(forms, leaves, options)
     else:
-        with lending:
+        with borrowed:
             planned = _made(forms, leaves, options)
     _cache(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
-    return planned, lending
+    return planned, borrowed
 
 
 def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:

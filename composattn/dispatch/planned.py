@@ -24,8 +24,8 @@ from ..call.eight_bits import EIGHT_BITS
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
 from ..call.problem import Problem, softmax_scale
 from ..call.schedule import AUTO, Schedule
+from ..graph.borrowed import Borrowed
 from ..graph.forms import of_these_forms
-from ..graph.lent import Lending
 from . import transforms
 from .captured import check_captures
 from .contents import check_call
@@ -88,8 +88,8 @@ class Planned:
         self._latest: tuple[_Met, ...] = ()  # of the forms
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
-    def __call__(self, inputs: Inputs, asked: Asked, lending: Lending | None = None) -> Any:
-        """out and what else is `asked` for. `lending`: what is lent for the call, to be entered where that matters."""
+    def __call__(self, inputs: Inputs, asked: Asked, borrowed: Borrowed | None = None) -> Any:
+        """out and what else is `asked` for. `borrowed`: tensors of the call, to be entered where that matters."""
         autocast = torch._C._is_any_autocast_enabled()
         if autocast:
             inputs = inputs.autocast
@@ -106,14 +106,14 @@ class Planned:
                 if are_of_forms(q, k, v) and lie == then:
                     break
             else:
-                call, short_way = self._met(inputs, lending)
+                call, short_way = self._met(inputs, borrowed)
             # a backward below autocast reads captured tensors with it off
             apart = autocast and torch.is_grad_enabled() and self.program.captures
             if short_way is not None and asked is OUT_ALONE and not checks.are_on and not apart:
-                out = short_way(q, k, v, lending)
+                out = short_way(q, k, v, borrowed)
                 if out is not None:
                     return out
-        with _NOTHING if lending is None else lending:
+        with _NOTHING if borrowed is None else borrowed:
             return asked_of(self._called(call, inputs, asked), asked)
 
     def short_way_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.ShortWay | None:
@@ -131,9 +131,9 @@ class Planned:
                 return short_way
         return None
 
-    def _met(self, inputs: Inputs, lending: Lending | None) -> tuple[backends.PreparedCall, backends.ShortWay | None]:
+    def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[backends.PreparedCall, backends.ShortWay | None]:
         """The call of inputs of this form, and its short way, from now on among the latest."""
-        with _NOTHING if lending is None else lending:
+        with _NOTHING if borrowed is None else borrowed:
             self._refuse_gradient(inputs)
             call = self.prepared(inputs)
             q, k, v, _, _ = inputs

@@ -26,9 +26,9 @@ import torch
 
 from .. import errors
 from ..errors import ComposattnError, UnreadableProgram
+from .borrowed import capture_of
 from .dynamo import is_traced
 from .expr import Capture, DType, Expr, const, index, read, score, size, walk
-from .lent import capture_of
 from .ops import apply
 from .proxies import as_expr
 from .rebuilt import substitute

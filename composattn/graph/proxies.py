@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import errors
+from .borrowed import capture_of
 from .expr import Capture, Dep, DType, Expr, captures, const, has_no_shape, read
-from .lent import capture_of
 from .ops import MIRRORED, apply
 from .refusals import pending, refuse, user_line
 from .vectors import LONGEST, Several, Vector, lift, refuse_length

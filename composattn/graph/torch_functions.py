@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import errors
+from .borrowed import capture_of
 from .expr import DType, const
-from .lent import capture_of
 from .operators import name_of
 from .ops import OPS
 from .proxies import (

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
+from .borrowed import capture_of
 from .expr import Capture, DType, Expr, index, score, walk
-from .lent import capture_of
 from .ops import apply
 from .own_gradient import is_that_of
 from .proxies import Proxy, Symbolic, as_expr, nodes_made, read_at

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument
+from ..graph.borrowed import capture_of
 from ..graph.copies import copy_of
 from ..graph.dynamo import is_traced
 from ..graph.expr import const, size
-from ..graph.lent import capture_of
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar

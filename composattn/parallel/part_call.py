@@ -15,7 +15,7 @@ from ..call.autograd import BackwardInputs, Differentiable, Grads, Results, with
 from ..call.inputs import Inputs
 from ..dispatch.contents import check_call
 from ..dispatch.plan_cache import planned_of
-from ..graph.lent import current
+from ..graph.borrowed import current
 from .offset_mods import FIRST_HEAD, FIRST_KV, FIRST_Q, SEQ_LEN, OffsetMods
 
 _numbers = threading.Lock()  # plans look at run-time numbers as they are made
@@ -82,9 +82,9 @@ def forward(
 ) -> tuple[Results, Begun]:
     """(out, lse, max_scores) of one call, and what its backward takes."""
     leaves = offset_mods.leaves_of(given, offsets.tables)
-    planned, lending = planned_of(offset_mods.forms, leaves, options)
+    planned, borrowed = planned_of(offset_mods.forms, leaves, options)
     numbers = offsets.numbers()
-    with nullcontext() if lending is None else lending:
+    with nullcontext() if borrowed is None else borrowed:
         program = planned.program
         with _numbers:
             offsets.enter()
@@ -93,7 +93,7 @@ def forward(
             check_call(program, [], of_call, planned.options.scale)
             values = [numbers.get(s, s.value) for s in program.scalars]
             call = prepared.begin(values, return_max_scores=max_scores)
-        call.lending = current()
+        call.borrowed = current()
         refresh(program.captures)
         read = tuple(c.tensor for c in program.captures)
         found = without_autocast(inputs[0], call.forward, *inputs, read)

@@ -39,7 +39,7 @@ from composattn.backends.fused.running import captured
 from composattn.backends.fused.running.bulk import tidy
 from composattn.backends.fused.running.captured import Standing
 from composattn.graph import copies as tables
-from composattn.graph.lent import Lending, lend
+from composattn.graph.borrowed import Borrowed, borrow
 from composattn.mods import alibi, causal, document, sliding_window
 from composattn.mods.mask import Mask
 
@@ -168,12 +168,12 @@ LENT: dict[str, Callable[[host.Inputs], Any]] = {
 
 
 @pytest.mark.parametrize("name", LENT)
-def test_a_backward_has_tensors_lent_again_only_where_something_is_derived_anew(
+def test_a_backward_has_tensors_borrowed_again_only_where_something_is_derived_anew(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lent_again: list[Lending] = []
-    again = Lending.again
-    monkeypatch.setattr(Lending, "again", lambda lending: (lent_again.append(lending), again(lending))[1])
+    lent_again: list[Borrowed] = []
+    again = Borrowed.again
+    monkeypatch.setattr(Borrowed, "again", lambda borrowed: (lent_again.append(borrowed), again(borrowed))[1])
     with without_kernels(lambda plan: lambda *arguments: None):
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         for is_new, wanted in (("plan", True), ("nothing", False), ("ids", name == "documents"), ("nothing", False)):
@@ -194,11 +194,11 @@ def test_tables_stand_on_the_stream_that_read_them_and_never_in_a_recorded_graph
     ids, standing = torch.arange(5), Standing(torch.device("cuda", 0))
 
     def found() -> Any:
-        return standing.find(lend([ids]))
+        return standing.find(borrow([ids]))
 
-    lending = lend([ids])
-    assert lending is not None
-    with lending:
+    borrowed = borrow([ids])
+    assert borrowed is not None
+    with borrowed:
         now["records"] = True
         standing.keep("of a graph")
         now["records"] = False
@@ -279,7 +279,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ["documents", "one-side", "not-one-document"])
-def test_what_is_written_to_lent_tensors_is_seen_by_every_kernel(name: str, write: str) -> None:
+def test_what_is_written_to_borrowed_tensors_is_seen_by_every_kernel(name: str, write: str) -> None:
     given: list[torch.Tensor] = []
 
     def kernel_of(plan: Any) -> Callable[..., None]:

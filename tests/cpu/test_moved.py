@@ -10,7 +10,7 @@ import torch
 
 import composattn as ca
 from benchmarks.host_work import without_kernels
-from composattn.graph.lent import lend
+from composattn.graph.borrowed import borrow
 from composattn.mods import document
 
 LENGTH = 12
@@ -112,18 +112,18 @@ def test_a_copy_that_was_saved_stands() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_lent_and_has_changed_stands_no_more(change: str) -> None:
+def test_what_was_borrowed_and_has_changed_is_not_valid(change: str) -> None:
     table = torch.randn(LENGTH, LENGTH)
-    lending = lend([table])
-    assert lending is not None and lending.stands()
-    lending.refuse_written()
+    borrowed = borrow([table])
+    assert borrowed is not None and borrowed.is_valid()
+    borrowed.refuse_written()
     table.requires_grad_()
-    lending.refuse_written()
+    borrowed.refuse_written()
     table.requires_grad_(False)
     CHANGES[change](table)
-    assert not lending.stands()
+    assert not borrowed.is_valid()
     with pytest.raises(RuntimeError, match=r"other memory|inplace operation"):
-        lending.refuse_written()
+        borrowed.refuse_written()
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["planned", "kept"])

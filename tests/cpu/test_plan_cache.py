@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
 from composattn.dispatch import plan_cache, planned
-from composattn.graph import lent
+from composattn.graph import borrowed
 from composattn.graph.counters import Counter
 from composattn.graph.fingerprint import fingerprint
 from composattn.mods import alibi, causal, document, global_tokens, mod, padding, relative_bias, sliding_window, softcap
@@ -68,11 +68,11 @@ WIDTH = 9
 KEPT_SCORE = alibi(SLOPES)
 
 
-def lent_for(tensor: torch.Tensor) -> lent.Lent:
+def borrowed_for(tensor: torch.Tensor) -> borrowed.BorrowedCapture:
     """The capture that stands for a tensor."""
-    lending = lent.lend([tensor])
-    assert lending is not None
-    return lending.captures[0]
+    found = borrowed.borrow([tensor])
+    assert found is not None
+    return found.captures[0]
 
 
 def _read_twice(of: torch.Tensor) -> Callable[..., Any]:
@@ -311,7 +311,7 @@ def test_a_function_that_could_do_anything_is_traced_at_each_call(inputs: list[t
 def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch.Tensor]) -> None:
     q, k, v = (t.requires_grad_(kind == "trained") for t in inputs)
     gc.collect()
-    before = len(lent._known), len(lent._watched), len(lent._of_tensor)
+    before = len(borrowed._known), len(borrowed._watched), len(borrowed._of_tensor)
 
     def step() -> weakref.ref[torch.Tensor]:
         table = (torch.arange(LENGTH) // 5).clone()
@@ -322,7 +322,7 @@ def test_nothing_that_is_kept_keeps_a_tensor_alive(kind: str, inputs: list[torch
         return weakref.ref(table)
 
     assert step()() is None  # at once: no cycle holds it
-    assert (len(lent._known), len(lent._watched), len(lent._of_tensor)) == before
+    assert (len(borrowed._known), len(borrowed._watched), len(borrowed._of_tensor)) == before
 
 
 def test_a_new_tensor_of_the_same_form_takes_over_the_plan(inputs: list[torch.Tensor], work: Work) -> None:
@@ -411,11 +411,11 @@ def test_thousands_of_plans_leave_nothing_behind(count: int, inputs: list[torch.
         ca.attention(q, k, v, mask_mod=document(ids), score_mod=alibi(slopes))
     del ids
     gc.collect()
-    capture = lent_for(slopes)
-    assert len(capture.dependents) <= 2 * lent.IDLE_LIMIT
-    assert len(lent._idle) <= lent.IDLE_LIMIT
-    assert len(lent._of_tensor) <= len(lent._known)
-    assert sum(capture in captures for _, captures, _ in plan_cache._plans.values()) <= 2 * lent.IDLE_LIMIT
+    capture = borrowed_for(slopes)
+    assert len(capture.dependents) <= 2 * borrowed.IDLE_LIMIT
+    assert len(borrowed._idle) <= borrowed.IDLE_LIMIT
+    assert len(borrowed._of_tensor) <= len(borrowed._known)
+    assert sum(capture in captures for _, captures, _ in plan_cache._plans.values()) <= 2 * borrowed.IDLE_LIMIT
 
 
 class Marked(torch.Tensor):
@@ -427,15 +427,15 @@ class Marked(torch.Tensor):
 def test_a_tensor_that_is_the_same_stands_for_the_same_memory(kind: Any, shared: bool) -> None:
     tensor = torch.rand(5) if kind is torch.Tensor else torch.Tensor._make_subclass(kind, torch.rand(5))
     view = tensor[1:] if shared else None
-    capture = lent_for(tensor)
+    capture = borrowed_for(tensor)
     epoch, unwritten = capture.epoch, capture.unwritten
-    assert lent_for(tensor) is capture
+    assert borrowed_for(tensor) is capture
     if not (shared and kind is Marked):
         assert capture.epoch == epoch
     assert capture.unwritten is unwritten
     assert (unwritten is None) == (shared or kind is Marked)
     tensor.add_(1)
-    assert lent_for(tensor) is capture
+    assert borrowed_for(tensor) is capture
     assert capture.unwritten is not unwritten or unwritten is None
     del view
 
@@ -544,7 +544,7 @@ def _plus(table: torch.Tensor) -> Callable[..., Any]:
 @pytest.mark.parametrize("backend", ["streaming", "hopper-emulated"])
 @pytest.mark.parametrize("way", ["written, called", "called, written", "written, called, and with the tensor"])
 @pytest.mark.parametrize("name", READERS)
-def test_a_gradient_is_refused_where_an_alias_of_what_it_reads_was_written_to_and_lent(
+def test_a_gradient_is_refused_where_an_alias_of_what_it_reads_was_written_to_and_borrowed(
     name: str, way: str, backend: str, generator: torch.Generator
 ) -> None:
     """`x.data` counts its writes apart: torch looks at those of `x` alone."""
@@ -599,10 +599,10 @@ def test_the_counter_of_a_tensor_is_told_from_others_that_say_the_same() -> None
 
 def test_a_view_beside_a_tensor_is_no_other_memory() -> None:
     x = torch.zeros(4)
-    capture = lent_for(x)
+    capture = borrowed_for(x)
     epoch = capture.epoch
     view = x[:]
-    assert lent_for(view) is capture and lent_for(x) is capture
+    assert borrowed_for(view) is capture and borrowed_for(x) is capture
     assert capture.epoch == epoch
 
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from composattn import errors
 from composattn.call.block_sparse import BlockSparse
 from composattn.graph import expr as graph
+from composattn.graph.borrowed import Borrowed, BorrowedCapture
 from composattn.graph.expr import Capture, Rate, captures, content_key, index, read, scalars, score
-from composattn.graph.lent import Lending, Lent
 from composattn.graph.scalar import Scalar
 from composattn.graph.trace import arity, trace_mask, trace_score
 from composattn.mods.mask import Mask
@@ -260,10 +260,10 @@ def test_key_is_content_not_tensors() -> None:
     assert a is not b
     assert content_key(a) == content_key(b)
     assert content_key(a) != content_key(with_table(torch.randn(4, dtype=torch.float64)))
-    stand_in = Lent()
-    with Lending([stand_in], [torch.randn(4)], [None]):
+    stand_in = BorrowedCapture()
+    with Borrowed([stand_in], [torch.randn(4)], [None]):
         keys = {content_key(read(capture, (index("h"),))) for capture in (stand_in, Capture(torch.randn(4)))}
-    assert len(keys) == 1, "a kernel reads a lent tensor as any other"
+    assert len(keys) == 1, "a kernel reads a borrowed tensor as any other"
     two = torch.randn(4), torch.randn(4)
     mixed = trace_score(lambda s, b, h, q, kv: s + two[0][h] + two[1][0])
     assert content_key(a) != content_key(mixed), "one tensor read twice is not two tensors"

@@ -16,8 +16,8 @@ from ....call.inputs import Asked, Inputs, Outputs
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
+from ....graph.borrowed import Borrowed
 from ....graph.expr import Capture
-from ....graph.lent import Lending
 from ..tiles.target import Target
 from .posed import Apart, Part
 
@@ -122,7 +122,7 @@ class AttendApart:
     def __init__(self, call: CallApart, return_max_scores: bool) -> None:
         self.call = call
         self.begun = [each.begin((), return_max_scores=return_max_scores) for each in call.calls]
-        self.lending: Lending | None = None
+        self.borrowed: Borrowed | None = None
 
     def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
         return ()

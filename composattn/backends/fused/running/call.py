@@ -16,8 +16,8 @@ from ....call.autograd import BackwardInputs, Grads, Results, attend
 from ....call.inputs import Asked, Inputs, Outputs
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
+from ....graph.borrowed import Borrowed, TensorsOf, borrowed_again
 from ....graph.expr import Capture
-from ....graph.lent import Lending, TensorsOf, lent_again
 from ..compiling.compile import compile_plan
 from ..planning.plan import forward_of
 from ..planning.plan_backward import backward_of
@@ -63,11 +63,11 @@ class FusedCall:
         """The captured tensors as the mods hold them now."""
         return self.captured()
 
-    def sources(self, lending: Lending | None) -> Sequence[torch.Tensor]:
-        """What captured tensors are made of, those of a lending if there is one."""
+    def sources(self, borrowed: Borrowed | None) -> Sequence[torch.Tensor]:
+        """What captured tensors are made of, the borrowed ones if there are any."""
         if not self._sources:
             return ()
-        return [c.tensor for c in self._sources] if lending is None else lending.tensors
+        return [c.tensor for c in self._sources] if borrowed is None else borrowed.tensors
 
     def short_way(self, inputs: Inputs) -> Settled | None:
         """The call of inputs of the form of these alone, of which all is known that can be."""
@@ -112,11 +112,11 @@ class FusedCall:
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
 
     def begun(
-        self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], lending: Lending | None
+        self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], borrowed: Borrowed | None
     ) -> FusedAttend:
         """A dense call of before, for its backward."""
         found = FusedAttend(self, captured, scalars, NO_SEQUENCES, False)
-        found.lending = lending
+        found.borrowed = borrowed
         return found
 
     def begin(
@@ -182,7 +182,7 @@ def _requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
 class FusedAttend:
     """One differentiable call, with the tensors, run-time numbers and sequences of its moment: a `Differentiable`."""
 
-    __slots__ = ("call", "captures", "lending", "return_max_scores", "scalars", "sequences")
+    __slots__ = ("borrowed", "call", "captures", "return_max_scores", "scalars", "sequences")
 
     differentiable_twice = False
 
@@ -196,12 +196,12 @@ class FusedAttend:
     ) -> None:
         self.call, self.captures, self.scalars, self.sequences = call, captures, scalars, sequences
         self.return_max_scores = return_max_scores
-        self.lending: Lending | None = None
+        self.borrowed: Borrowed | None = None
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
         """What captured tensors are made of."""
-        return self.call.sources(self.lending)
+        return self.call.sources(self.borrowed)
 
     def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
         # what is derived is brought up to date where a kernel reads it, which not all kernels do
@@ -218,13 +218,13 @@ class FusedAttend:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         call, gradient = self.call, self.call.known_gradient
         plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
-        lending = self.lending
-        standing = lending if lending is not None and lending.stands() else None
-        if lending is not None and standing is None:
-            lending.refuse_written_apart()
+        borrowed = self.borrowed
+        standing = borrowed if borrowed is not None and borrowed.is_valid() else None
+        if borrowed is not None and standing is None:
+            borrowed.refuse_written_apart()
         ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
         if gradient is None or ready is None:
-            with lent_again(lending):
+            with borrowed_again(borrowed):
                 return call.gradient(known, self.scalars, self.sequences)
         launcher, tables = ready
         of_sinks: SinkGradient | None = None

@@ -12,8 +12,8 @@ from ....analysis.program import Program
 from ....analysis.refreshed import distrusted, may_cache
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....call.sequences import NO_SEQUENCES, Sequences
+from ....graph.borrowed import Borrowed, BorrowedCapture, current
 from ....graph.expr import Capture
-from ....graph.lent import Lending, Lent, current
 from ..planning.plan import ForwardPlan
 from ..planning.plan_backward import BackwardPlan
 from ..tiles.work import WorkTables
@@ -35,7 +35,7 @@ class Reads:
         self.has_numbers = any(rank == 0 for _, rank in plan.captures)
         self.upkeep = Upkeep(plan.derived)
         self.derived = [c for c in plan.captured if isinstance(c, Derived)]  # of these kernels read some
-        self.are_given = None not in self.places and not self.derived  # whatever was lent
+        self.are_given = None not in self.places and not self.derived  # whatever was borrowed
 
     def __call__(
         self,
@@ -82,12 +82,12 @@ class Reads:
         return {c: t for c, t in given if not isinstance(c, Derived)} if derives_anew() else dict(given)
 
     def standing(self, *tables: WorkTables | None) -> Standing | None:
-        """What keeps these tables of dense calls; None where there is nothing to keep, or no call lends."""
+        """What keeps these tables of dense calls; None where there is nothing to keep, or no call borrows."""
         there = [table for table in tables if table is not None]
         kept = self.derived or there
         if not kept or not self.are_as_given or any(table.scalars for table in there):
             return None
-        if not any(isinstance(c, Lent) for c in self.program.captures):
+        if not any(isinstance(c, BorrowedCapture) for c in self.program.captures):
             return None
         return Standing(there[0].problem.device if there else self.derived[0].kept.device)
 
@@ -98,40 +98,40 @@ class Reads:
 
 
 class Standing:
-    """Tables of the latest launch, which stand as long as nothing that was lent for it is written to.
+    """Tables of the latest launch, which stand as long as nothing borrowed for it is written to.
 
-    All that was derived from what was lent is up to date as well then. One look at what was lent stands for one at each
+    All that was derived from what was borrowed is up to date too. One look at what was borrowed stands for one at each
     table and each derived tensor: 4 to 8 µs less of an H200's host in each direction.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_number(device) if has_streams(device) else None
-        self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was lent, the stream
+        self._kept: tuple[Sequence[object], int | None, Any] | None = None  # marks of what was borrowed, the stream
 
-    def find(self, lending: Lending | None) -> Any:
-        """The tables, if they stand for what is lent; None if not. Of a call that is over the lending has to stand."""
+    def find(self, borrowed: Borrowed | None) -> Any:
+        """The tables, if they stand for what is borrowed; None if not. After the call the guard has to be valid."""
         stream: int | None = None
         if self._device is not None:
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             if is_captured(stream):
                 return None
-        return self.found(lending, stream)
+        return self.found(borrowed, stream)
 
-    def found(self, lending: Lending | None, stream: int | None) -> Any:
+    def found(self, borrowed: Borrowed | None, stream: int | None) -> Any:
         """The tables on the current stream, of this handle, which no graph records; None: the device has no streams."""
         kept = self._kept
-        if kept is None or lending is None or lending.unwritten != kept[0] or stream != kept[1]:
+        if kept is None or borrowed is None or borrowed.unwritten != kept[0] or stream != kept[1]:
             return None
         return None if distrusted() is not None else kept[2]
 
     def keep(self, tables: Any) -> None:
-        """Keeps `tables` where what is lent now says when they end."""
-        lending = current()
-        if lending is None or None in lending.unwritten or distrusted() is not None or not may_cache():
+        """Keeps `tables` where what is borrowed now says when they end."""
+        borrowed = current()
+        if borrowed is None or None in borrowed.unwritten or distrusted() is not None or not may_cache():
             return
         if self._device is None:
-            self._kept = lending.unwritten, None, tables
+            self._kept = borrowed.unwritten, None, tables
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if not is_captured(stream):  # a graph must see what tensors hold at each replay
-            self._kept = lending.unwritten, stream, tables
+            self._kept = borrowed.unwritten, stream, tables

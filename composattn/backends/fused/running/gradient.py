@@ -23,11 +23,11 @@ from ....call.autograd import BackwardInputs, Grads
 from ....call.problem import Problem
 from ....call.sequences import Sequences, rows_in_use
 from ....errors import GradientUnsupported
+from ....graph.borrowed import Borrowed
 from ....graph.evaluate import Env, evaluate_all
 from ....graph.expr import Capture, Dep
 from ....graph.expr import captures as captures_of
 from ....graph.gradient import partials
-from ....graph.lent import Lending
 from ....graph.philox import factor_of
 from ...gathered import total_for
 from ...sinks import add_gradients, by_head
@@ -113,16 +113,17 @@ class FusedGradient:
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
     def ready(
-        self, has_dlse: bool, of_captured: Sequence[bool], lending: Lending | None
+        self, has_dlse: bool, of_captured: Sequence[bool], borrowed: Borrowed | None
     ) -> tuple[BackwardLauncher, Tables | None] | None:
-        """The kernels of such a backward and the tables of what was lent, if nothing has to be made or lent again.
+        """The kernels of such a backward and the tables of what was borrowed, if nothing has to be made or borrowed
+        again.
 
-        Kernels that sum nothing; sinks may want a gradient. `lending`: if it stands.
+        Kernels that sum nothing; sinks may want a gradient. `borrowed`: if it stands.
         """
         launcher = self.launcher_before(has_dlse, of_captured)
         if launcher is None:
             return None
-        tables = None if launcher.standing is None else launcher.standing.find(lending)
+        tables = None if launcher.standing is None else launcher.standing.find(borrowed)
         return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
 
     def launcher_before(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:

@@ -13,7 +13,7 @@ from ....analysis.program import Program
 from ....call.inputs import Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
-from ....graph.lent import Lending, current
+from ....graph.borrowed import Borrowed, current
 from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import Launchable, compile_plan
 from ..planning.arguments import CombineArguments, ForwardArguments
@@ -89,9 +89,9 @@ class ForwardLauncher:
         captured: Sequence[torch.Tensor],
         scalars: Sequence[float | int],
         sequences: Sequences = NO_SEQUENCES,
-        lending: Lending | None = None,
+        borrowed: Borrowed | None = None,
     ) -> None:
-        """A call with queries and keys, into memory that is there. `lending`: of the call, where it is not entered.
+        """A call with queries and keys, into memory that is there. `borrowed`: of the call, where it is not entered.
 
         Raises `UnsupportedLayout`.
         """
@@ -99,9 +99,9 @@ class ForwardLauncher:
             reads: Sequence[torch.Tensor] = captured
             work = None
         else:
-            found = None if self.standing is None else self.standing.find(current() if lending is None else lending)
+            found = None if self.standing is None else self.standing.find(current() if borrowed is None else borrowed)
             if found is None:
-                reads, work = self._read(q, captured, scalars, sequences, lending)
+                reads, work = self._read(q, captured, scalars, sequences, borrowed)
             else:
                 reads, (work,) = self.reads.given(captured) if self.reads.has_numbers else captured, found
         # in the order of ForwardArguments: a record made by name takes 0.7 µs more
@@ -172,11 +172,11 @@ class ForwardLauncher:
         captured: Sequence[torch.Tensor],
         scalars: Sequence[float | int],
         sequences: Sequences,
-        lending: Lending | None,
+        borrowed: Borrowed | None,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """What the mods read, and the table of the order of query tiles, up to date."""
-        if lending is not None:
-            with lending:
+        if borrowed is not None:
+            with borrowed:
                 return self._read(q, captured, scalars, sequences, None)
         with derived_for_graph(self.reads.program.captures, captured):
             reads = self.reads(captured, scalars, sequences)

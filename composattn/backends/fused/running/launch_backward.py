@@ -121,10 +121,9 @@ class BackwardLauncher:
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
         `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
-        sinks: their gradient is filled in. `tables` are those that stand for what was lent (`Standing`): nothing has to
-        be lent again.
-        Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D + padded Dv) per piece of
-        a tile of keys.
+        sinks: their gradient is filled in. `tables` are those that stand for what was borrowed (`Standing`): nothing
+        has to be borrowed again. Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D
+        + padded Dv) per piece of a tile of keys.
         """
         layout = self.plans.main.layout
         # as `memory_like`, without the calls: this runs in a thread of torch's whose caches are cold

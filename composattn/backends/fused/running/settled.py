@@ -19,8 +19,8 @@ from ....analysis.graphs import numbers_now
 from ....call.autograd import Grads, gradients_of
 from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered
+from ....graph.borrowed import Borrowed
 from ....graph.forms import of_the_form
-from ....graph.lent import Lending
 from ....graph.moved import Addresses
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
@@ -56,16 +56,26 @@ class Settled:
     """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
 
     __slots__ = (
-        "backwards", "call", "has_captures", "is_learned", "known", "learns_captured", "lent", "lse", "made", "numbers",
-        "others", "with_lse",
+        "backwards",
+        "borrowable",
+        "call",
+        "has_captures",
+        "is_learned",
+        "known",
+        "learns_captured",
+        "lse",
+        "made",
+        "numbers",
+        "others",
+        "with_lse",
     )  # fmt: skip
 
     def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.numbers = call, call.program.scalars
         self.has_captures = bool(call.program.captures)
         self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
-        # of those that are lent, whose forms are the plan's
-        self.lent, self.others = call.captured.lent, call.captured.others
+        # captures that are borrowed, whose forms are the plan's
+        self.borrowable, self.others = call.captured.borrowable, call.captured.others
         self.with_lse: ForwardLauncher | None = None
         self.learns_captured = True in [t.requires_grad for t in call.captured()]
         self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
@@ -75,34 +85,34 @@ class Settled:
         self.backwards: dict[Any, Short | None] = {}
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lending: Lending | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borrowed: Borrowed | None
     ) -> torch.Tensor | None:
-        """The output; None where more has to be looked at. `lending` has not to be entered."""
+        """The output; None where more has to be looked at. `borrowed` has not to be entered."""
         call = self.call
         captured: Sequence[torch.Tensor] = ()
         if self.has_captures:
-            if lending is None:
+            if borrowed is None:
                 captured = call.captured()
-            elif self.others is not None and lending.captures == self.lent:  # `TensorsOf.of`, without the call
-                captured = (*lending.tensors, *self.others) if self.others else lending.tensors
+            elif self.others is not None and borrowed.captures == self.borrowable:  # `TensorsOf.of`, without the call
+                captured = (*borrowed.tensors, *self.others) if self.others else borrowed.tensors
             else:
                 return None
         numbers: Numbers = numbers_now(self.numbers) if self.numbers else ()
         if torch.is_grad_enabled() and (self.is_learned or (captured and True in [t.requires_grad for t in captured])):
             if _top_saved_tensors_default_hooks(False):  # what a hook gives back may lie in another way
                 return None
-            if lending is None and True in map(is_functorch_wrapped_tensor, captured):  # which none is that was lent
+            if borrowed is None and True in map(is_functorch_wrapped_tensor, captured):  # no borrowed one is
                 return None
             launcher = self.with_lse
             if launcher is None:
                 call.checks_gradient  # noqa: B018  raises where there is none
-                launcher = self.with_lse = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, lending)
-            if lending is None or self.learns_captured or None in lending.unwritten:
-                return _recorded((self, launcher, numbers, lending, None), q, k, v, *captured)  # type: ignore[no-any-return]
-            return _recorded((self, launcher, numbers, lending, captured), q, k, v)  # type: ignore[no-any-return]
-        launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, lending)
+                launcher = self.with_lse = call.launchers.get(_WITH_LSE) or _made(call, _WITH_LSE, borrowed)
+            if borrowed is None or self.learns_captured or None in borrowed.unwritten:
+                return _recorded((self, launcher, numbers, borrowed, None), q, k, v, *captured)  # type: ignore[no-any-return]
+            return _recorded((self, launcher, numbers, borrowed, captured), q, k, v)  # type: ignore[no-any-return]
+        launcher = call.launchers.get(_ALONE) or _made(call, _ALONE, borrowed)
         out = self.made[0](q)
-        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers, NO_SEQUENCES, lending)
+        launcher.fill(q, k, v, out, None, None, call.scale, captured, numbers, NO_SEQUENCES, borrowed)
         return out
 
     def learn(self, dout: torch.Tensor) -> None:
@@ -118,16 +128,16 @@ class Settled:
         self.backwards[asked] = None if launcher is None else short_backward(launcher, q, like, self.call.scale)
 
 
-def _made(call: FusedCall, asked: tuple[bool, bool], lending: Lending | None) -> ForwardLauncher:
+def _made(call: FusedCall, asked: tuple[bool, bool], borrowed: Borrowed | None) -> ForwardLauncher:
     """The kernels of a first call, which are made of what it reads."""
-    with nullcontext() if lending is None else lending:
+    with nullcontext() if borrowed is None else borrowed:
         launcher = call.launcher(*asked)
         launcher.kernels()
     return launcher
 
 
-# the last: what is read of a lending that tells of its writes; autograd has to know of other captured tensors
-_Known = tuple[Settled, ForwardLauncher, Numbers, Lending | None, Sequence[torch.Tensor] | None]
+# the last: borrowed tensors that tell of their writes; autograd has to know of other captured tensors
+_Known = tuple[Settled, ForwardLauncher, Numbers, Borrowed | None, Sequence[torch.Tensor] | None]
 
 
 class _Settled(torch.autograd.Function):
@@ -135,15 +145,15 @@ class _Settled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        settled, launcher, numbers, lending, lent = known
-        read = captured if lent is None else lent
+        settled, launcher, numbers, borrowed, tensors = known
+        read = captured if tensors is None else tensors
         out, lse = settled.made[0](q), torch.empty_like(settled.lse)
-        launcher.fill(q, k, v, out, lse, None, settled.call.scale, read, numbers, NO_SEQUENCES, lending)
+        launcher.fill(q, k, v, out, lse, None, settled.call.scale, read, numbers, NO_SEQUENCES, borrowed)
         ctx.known = known
         ctx.materialize_grads = False
         ctx.to_save = (q, k, v, out, lse, *captured)
         if captured:
-            sources = settled.call.sources(lending)  # of which backwards make tables again
+            sources = settled.call.sources(borrowed)  # of which backwards make tables again
             if sources:
                 ctx.to_save = (*ctx.to_save, *sources)
             ctx.read = Addresses(ctx.to_save[5:])
@@ -153,22 +163,22 @@ class _Settled(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        settled, _, numbers, lending, lent = ctx.known
+        settled, _, numbers, borrowed, tensors = ctx.known
         call, saved, of_captured = settled.call, ctx.saved_tensors, ()
-        stands = lending is not None and lending.stands()
-        if lent is None:
+        stands = borrowed is not None and borrowed.is_valid()
+        if tensors is None:
             q, k, v, out, lse, *captured = saved
             if captured:
                 of_captured = ctx.needs_input_grad[4:]
                 ctx.read.refuse_moved(captured)
                 del captured[len(of_captured) :]
-            if lending is not None and not stands:
-                lending.refuse_written_apart()
+            if borrowed is not None and not stands:
+                borrowed.refuse_written_apart()
         else:
             q, k, v, out, lse = saved
-            captured = lent
+            captured = tensors
             if not stands:
-                lending.refuse_written()
+                borrowed.refuse_written()
         asked: Any = torch._C._get_deterministic_algorithms()
         if of_captured:
             asked = asked, of_captured
@@ -181,15 +191,15 @@ class _Settled(torch.autograd.Function):
                 of_learned = (None,) * len(captured)
                 if True in of_captured:
                     of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
-            standing = lending if stands else None
+            standing = borrowed if stands else None
             found = short(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
             if found is not None:
                 return (None, *found, *of_learned)
-        begun, wanted = call.begun(captured, numbers, lending), ctx.needs_input_grad[1:]
-        if lent is None:
+        begun, wanted = call.begun(captured, numbers, borrowed), ctx.needs_input_grad[1:]
+        if tensors is None:
             of_all = gradients_of(begun, wanted, saved, dout, None)
         else:
-            of_all = gradients_of(begun, (*wanted, *[False] * len(lent)), (*saved, *lent), dout, None)[:3]
+            of_all = gradients_of(begun, (*wanted, *[False] * len(tensors)), (*saved, *tensors), dout, None)[:3]
         if asked not in settled.backwards and settled.known(dout):
             settled.learn_backward(asked, of_captured, q)
         return None, *of_all

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ....analysis.streams import device_number, has_streams, is_captured
-from ....graph.lent import Lending
+from ....graph.borrowed import Borrowed
 from .launch_backward import BackwardLauncher, Gradients, SinkGradient
 from .scratch import kept
 
@@ -25,7 +25,7 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
     """What launches the kernels of `launcher` for tensors of one form, which it has just had, if it can.
 
     q: of that form; `like`: make memory for the gradients of q, k, v.
-    The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, what was lent for it if
+    The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, what it borrowed if
     that stands, and sinks with memory for their gradient. It gives None where it can't serve: on another device, while
     a CUDA graph is recorded, and where tables have to be made again.
     """
@@ -53,7 +53,7 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         dout: torch.Tensor,
         captured: Sequence[torch.Tensor],
         numbers: Sequence[float | int],
-        lending: Lending | None,
+        borrowed: Borrowed | None,
         of_sinks: SinkGradient | None,
     ) -> Gradients | None:
         stream = None
@@ -65,7 +65,7 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
                 return None
         rows = keys = None
         if standing is not None:
-            tables = standing.found(lending, stream)
+            tables = standing.found(borrowed, stream)
             if tables is None:
                 return None
             rows, keys = tables

@@ -1,12 +1,13 @@
-"""Captured tensors that a kept plan has during calls only: lent by who calls, held by nobody in between.
+"""Captured tensors that a cached plan borrows for a call: the caller owns them, and no plan keeps them alive.
 
-A plan that outlives a call of `ca.attention` must not keep the user's tensors alive. Its graphs read `Lent` captures;
-a `Lending` puts the tensors in their place for a call, and again for its backward. Which tensors a capture stands for
-is told by their memory: the storage (watched by a weak reference, tensors themselves take none without getting in the
-way of `torch.utils.swap_tensors`), where in it they begin, and their form. When the storage goes, the capture waits for
-another tensor of that form, with the plans that read it: a new batch's mask is planned as the last one's was, and only
-what is derived from the tensor is computed. Few wait; the others go, and their plans with them. The same memory may be
-lent by tensors whose writes are counted apart (`x` and `x.data`): to a capture that is as if the memory were another.
+A plan that outlives a call of `ca.attention` must not keep the user's tensors alive. Its graphs read
+`BorrowedCapture`s; `Borrowed` puts the tensors in their place for a call, and again for its backward. Which tensors a
+capture stands for is told by their memory: the storage (watched by a weak reference, tensors themselves take none
+without getting in the way of `torch.utils.swap_tensors`), where in it they begin, and their form. When the storage
+goes, the capture waits for another tensor of that form, with the plans that read it: a new batch's mask is planned as
+the last one's was, and only what is derived from the tensor is computed. Few wait; the others go, and their plans with
+them. The same memory may be borrowed from tensors whose writes are counted apart (`x` and `x.data`): to a capture that
+is as if the memory were another.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Unwritten(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Of the tensor, meanwhile."""
+        """The tensor's version in that time."""
         return self.stamp[0]
 
     def lies_under(self, tensor: torch.Tensor) -> bool:
@@ -49,8 +50,8 @@ class Unwritten(NamedTuple):
         return tensor.data_ptr() == address and memory() is not None
 
 
-class Lent(Capture):
-    """A captured tensor that is there while a `Lending` is entered; two are equal when they are the same object."""
+class BorrowedCapture(Capture):
+    """A captured tensor that is there while a `Borrowed` is entered; two are equal when they are the same object."""
 
     __slots__ = (
         "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_lies", "_seen", "_version",
@@ -75,19 +76,19 @@ class Lent(Capture):
     @property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
         """The tensor, during a call."""
-        lending = _local.now
-        while lending is not None:
-            for capture, tensor in zip(lending.captures, lending.tensors):  # noqa: B905  named arguments take time
+        borrowed = _local.now
+        while borrowed is not None:
+            for capture, tensor in zip(borrowed.captures, borrowed.tensors):  # noqa: B905  named arguments take time
                 if capture is self:
                     return tensor
-            lending = lending.outer
-        raise AssertionError("a captured tensor is read outside of the call that lent it")
+            borrowed = borrowed.outer
+        raise AssertionError("a captured tensor is read outside of the call that borrowed it")
 
     @property
     def identity(self) -> int:
         return id(self)
 
-    def is_lent(self, tensor: torch.Tensor, number: int) -> bool:
+    def is_bound_to(self, tensor: torch.Tensor, number: int) -> bool:
         """Whether `tensor` is the one that was followed last, in the same memory and of the same form.
 
         It has to be alone in its memory: with another one there an address may be taken over. Its writes are looked at.
@@ -107,7 +108,7 @@ class Lent(Capture):
 
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
-        if self.is_lent(tensor, tensor._cdata):
+        if self.is_bound_to(tensor, tensor._cdata):
             return
         with _lock:
             _forget_tensor(self)
@@ -158,7 +159,7 @@ class Lent(Capture):
         try:
             return super().__repr__()
         except AssertionError:
-            return "Lent()"
+            return "BorrowedCapture()"
 
 
 class _Apart:
@@ -175,20 +176,20 @@ _apart = _Apart()
 
 
 class _Local(threading.local):
-    now: Lending | None = None  # what is lent in this thread
+    now: Borrowed | None = None  # what this thread has borrowed
 
 
 _local = _Local()
 
 
-class Lending:
+class Borrowed:
     """Tensors for the captures that stand for them; inside of it (`with`), a plan that reads those can run, here."""
 
     __slots__ = ("captures", "epoch", "numbers", "outer", "since", "tensors", "unwritten")
 
     def __init__(
         self,
-        captures: tuple[Lent, ...],
+        captures: tuple[BorrowedCapture, ...],
         tensors: Sequence[torch.Tensor],
         unwritten: Sequence[Unwritten | None],
         epoch: int = 0,
@@ -207,8 +208,8 @@ class Lending:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _local.now = self.outer
 
-    def stands(self) -> bool:
-        """Whether nothing was written to what was lent, and the captures stand for it still."""
+    def is_valid(self) -> bool:
+        """Guard: whether nothing was written to what was borrowed, and the captures still stand for it."""
         for capture, tensor, then in zip(self.captures, self.tensors, self.unwritten):  # noqa: B905  as above
             if (
                 then is None
@@ -241,7 +242,7 @@ class Lending:
                 raise refused(tensor.shape)
 
     def refuse_written_apart(self) -> None:
-        """Raises the same where another tensor of the memory, which counts its writes apart, was lent since."""
+        """Raises `RuntimeError` if another tensor of that memory, which counts its writes apart, was borrowed since."""
         for capture, tensor in zip(self.captures, self.tensors, strict=True):
             if capture.written_apart > self.since or capture.is_written_apart_from(tensor):
                 raise RuntimeError(
@@ -250,34 +251,34 @@ class Lending:
                     "whether before the call: compute the gradient first, or write to the tensor itself"
                 )
 
-    def again(self) -> Lending:
-        """The same for another time: a backward may run in another thread, or beside a second one.
+    def again(self) -> Borrowed:
+        """Borrows these tensors once more: a backward may run in another thread, or beside a second one.
 
         Raises `RuntimeError`, see `refuse_written_apart`.
         """
-        if not self.stands():
+        if not self.is_valid():
             self.refuse_written_apart()
             for capture, tensor in zip(self.captures, self.tensors, strict=True):
                 capture.follow(tensor)
         unwritten = [capture.unwritten for capture in self.captures]
-        return Lending(self.captures, self.tensors, unwritten, self.epoch, self.numbers)
+        return Borrowed(self.captures, self.tensors, unwritten, self.epoch, self.numbers)
 
 
-def current() -> Lending | None:
-    """What is lent in this thread, for who has to lend it again later."""
+def current() -> Borrowed | None:
+    """What this thread has borrowed, for who has to borrow it again later."""
     return _local.now
 
 
-def lent_again(lending: Lending | None) -> AbstractContextManager[None]:
-    """Inside, what was lent for a call is there again; a recomputation or a backward runs when the call is over."""
-    return _NOTHING if lending is None else lending.again()
+def borrowed_again(borrowed: Borrowed | None) -> AbstractContextManager[None]:
+    """Inside, what a call borrowed is there again; a recomputation or a backward runs when the call is over."""
+    return _NOTHING if borrowed is None else borrowed.again()
 
 
 _NOTHING = nullcontext()
 
 
 def capture_of(tensor: torch.Tensor) -> Capture:
-    """What a graph reads for `tensor`: what it was lent to, if it was, else the tensor itself."""
+    """What a graph reads for `tensor`: the capture that borrowed it, if one did, else the tensor itself."""
     now = _local.now
     if now is not None:
         for capture, held in zip(now.captures, now.tensors, strict=True):
@@ -286,16 +287,16 @@ def capture_of(tensor: torch.Tensor) -> Capture:
     return Capture(tensor)
 
 
-_known: dict[Hashable, Lent] = {}
-_of_tensor: dict[int, Lent] = {}  # those that follow one, by its address
-_NONE: dict[int, Lent] = {}
+_known: dict[Hashable, BorrowedCapture] = {}
+_of_tensor: dict[int, BorrowedCapture] = {}  # those that follow one, by its address
+_NONE: dict[int, BorrowedCapture] = {}
 _watched: dict[int, weakref.ref[Any]] = {}
 _of_storage: dict[int, list[tuple[Hashable, Hashable]]] = {}
-_idle: OrderedDict[Lent, Hashable] = OrderedDict()
+_idle: OrderedDict[BorrowedCapture, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent:
+def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> BorrowedCapture:
     number = storage._cdata  # `id` is audited: 0.3 µs where somebody listens, as filelock does
 
     def ended(_: Any) -> None:
@@ -316,12 +317,12 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Lent
             _watched[number] = weakref.ref(storage, ended)
         found = _known.get(key)
         if found is None:
-            found = _known[key] = _taken_over(form) or Lent()
+            found = _known[key] = _taken_over(form) or BorrowedCapture()
             _of_storage.setdefault(number, []).append((key, form))
         return found
 
 
-def _taken_over(form: Hashable) -> Lent | None:
+def _taken_over(form: Hashable) -> BorrowedCapture | None:
     # the one that ended last: most likely the last call's, whose plan then serves
     for capture, of in reversed(list(_idle.items())):  # a storage may end meanwhile, in this very thread
         if of == form and _idle.pop(capture, None) is not None:
@@ -330,7 +331,7 @@ def _taken_over(form: Hashable) -> Lent | None:
     return None
 
 
-def _drop(capture: Lent) -> None:
+def _drop(capture: BorrowedCapture) -> None:
     for key, forget in list(capture.dependents.items()):
         forget(key)
 
@@ -338,8 +339,8 @@ def _drop(capture: Lent) -> None:
 EAGER = "eager"
 
 
-def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = None) -> Lending | None:
-    """A lending of all `tensors`, in the order in which `reader` reads them; None where one of them can't be lent.
+def borrow(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = None) -> Borrowed | None:
+    """Borrows all `tensors`, in the order in which `reader` reads them; None where one of them can't be borrowed.
 
     A capture stands for one tensor, and for others of the same memory and form. One whose memory ended takes over new
     memory of its form that is read at the same place of a plan: a new batch's mask is planned as the last one's was,
@@ -347,7 +348,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     user: who reads. What is derived from a tensor is made again in place, which one user may do under another's eyes.
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
-    captures: list[Lent] = []
+    captures: list[BorrowedCapture] = []
     unwritten: list[Unwritten | None] = []
     numbers: list[int] = []
     epoch = 0
@@ -355,7 +356,7 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
     for tensor in tensors:
         number = tensor._cdata
         capture = known.get(number)
-        if capture is None or not capture.is_lent(tensor, number):
+        if capture is None or not capture.is_bound_to(tensor, number):
             capture = _found(tensor, user, (reader, len(captures)))
             if capture is None:
                 return None
@@ -363,15 +364,15 @@ def lend(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = 
         unwritten.append(capture.unwritten)
         numbers.append(number)
         epoch += capture.epoch
-    return Lending(tuple(captures), tensors, unwritten, epoch, numbers)
+    return Borrowed(tuple(captures), tensors, unwritten, epoch, numbers)
 
 
-def lent_before(leaves: Sequence[Any], are_of_form: bool = False) -> Lending | None:
-    """A lending of tensors that were lent before, eagerly; None where one of them was not or is another by now.
+def borrowed_before(leaves: Sequence[Any], are_of_form: bool = False) -> Borrowed | None:
+    """Borrows tensors that were borrowed before, eagerly; None where one of them was not or is another by now.
 
     are_of_form: whoever asks has their forms, and takes the captures for nothing but tensors of those forms.
     """
-    captures: list[Lent] = []
+    captures: list[BorrowedCapture] = []
     unwritten: list[Unwritten | None] = []
     numbers: list[int] = []
     epoch = 0
@@ -380,7 +381,7 @@ def lent_before(leaves: Sequence[Any], are_of_form: bool = False) -> Lending | N
             return None
         number = leaf._cdata
         capture = _of_tensor.get(number)
-        # as `is_lent`, without the call
+        # as `is_bound_to`, without the call
         if (
             capture is None
             or capture._last != number
@@ -397,33 +398,33 @@ def lent_before(leaves: Sequence[Any], are_of_form: bool = False) -> Lending | N
         unwritten.append(capture.unwritten)
         numbers.append(number)
         epoch += capture.epoch
-    return Lending(tuple(captures), leaves, unwritten, epoch, numbers)
+    return Borrowed(tuple(captures), leaves, unwritten, epoch, numbers)
 
 
 class TensorsOf:
-    """What captures stand for, now: those of a lending at once where others, whose tensors stay, come behind them."""
+    """Tensors that captures stand for now: borrowed ones at once where others, whose tensors are fixed, come last."""
 
-    __slots__ = ("_captures", "lent", "others")
+    __slots__ = ("_captures", "borrowable", "others")
 
     def __init__(self, captures: tuple[Capture, ...]) -> None:
-        lent = sum(isinstance(capture, Lent) for capture in captures)
-        in_front = all(isinstance(capture, Lent) for capture in captures[:lent])
-        self._captures, self.lent = captures, captures[:lent]
-        # behind those of a lending of these; None where they are not all in front
-        self.others = tuple([capture.kept for capture in captures[lent:]]) if in_front else None
+        count = sum(isinstance(capture, BorrowedCapture) for capture in captures)
+        in_front = all(isinstance(capture, BorrowedCapture) for capture in captures[:count])
+        self._captures, self.borrowable = captures, captures[:count]
+        # behind the borrowed ones; None where they are not all in front
+        self.others = tuple([capture.kept for capture in captures[count:]]) if in_front else None
 
     def __call__(self) -> Sequence[torch.Tensor]:
         found = None if _local.now is None else self.of(_local.now)
         return [capture.kept for capture in self._captures] if found is None else found
 
-    def of(self, lending: Lending) -> Sequence[torch.Tensor] | None:
-        """Those of a lending that is not entered; None where it has to be."""
-        if self.others is None or lending.captures != self.lent:
+    def of(self, borrowed: Borrowed) -> Sequence[torch.Tensor] | None:
+        """The tensors, from what was borrowed but not entered; None where it has to be entered."""
+        if self.others is None or borrowed.captures != self.borrowable:
             return None
-        return (*lending.tensors, *self.others) if self.others else lending.tensors
+        return (*borrowed.tensors, *self.others) if self.others else borrowed.tensors
 
 
-def _found(tensor: torch.Tensor, user: str, place: Hashable) -> Lent | None:
+def _found(tensor: torch.Tensor, user: str, place: Hashable) -> BorrowedCapture | None:
     """The capture that stands for the memory of `tensor`, or a new one, which from now on follows it.
 
     Raises: `UnsupportedCapture` for a tensor whose elements are not to be read.
@@ -457,6 +458,6 @@ def _refuse_foreign(tensor: torch.Tensor, user: str) -> None:
         raise UnsupportedCapture(f"a captured tensor is {reason}")
 
 
-def _forget_tensor(capture: Lent) -> None:
+def _forget_tensor(capture: BorrowedCapture) -> None:
     if capture._last is not None and _of_tensor.get(capture._last) is capture:
         del _of_tensor[capture._last]
