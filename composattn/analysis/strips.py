@@ -65,15 +65,15 @@ class Strips:
         return apply("and", self.of(mask), inside)
 
     def of(self, graph: Expr) -> Expr:
-        """`graph`, which `reads_image` alone, for strip b % count: of place i is row i // QUERIES of the image (for
-        keys i // KEYS), and column i % QUERIES of the strip (i % KEYS).
+        """`graph`, which `reads_image` alone, for strip b % count of entry b // count: of place i is row i // QUERIES of
+        the image (for keys i // KEYS), and column i % QUERIES of the strip (i % KEYS).
         """
         return substitute(in_image(graph, self.columns), self._places())
 
     def _places(self) -> dict[Expr, Expr]:
         """Row and column of the image by a strip's places."""
         first = apply("mul", apply("mod", index("b"), const(self.count)), const(QUERIES))
-        places: dict[Expr, Expr] = {}
+        places = {index("b"): apply("floordiv", index("b"), const(self.count))}
         for name, wide, start in (("q", QUERIES, first), ("kv", KEYS, apply("sub", first, const(self.before)))):
             row, column = _coordinates(name, wide)
             own = row, apply("add", column, start)

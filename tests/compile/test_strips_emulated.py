@@ -96,6 +96,37 @@ def test_results_and_gradients_are_those_of_the_whole_image(
         check(partial(ca.attention, backend=backend), asked)
 
 
+def by_slope(slopes: torch.Tensor) -> Any:
+    return lambda score, b, h, q, kv: score - (q // 48 - kv // 48).abs() * slopes[h]
+
+
+def by_table(table: torch.Tensor) -> Any:
+    """A bias of each distance along rows and columns, of each head."""
+    return lambda score, b, h, q, kv: score + table[h, q // 48 - kv // 48 + 8, q % 48 - kv % 48 + 47]
+
+
+def by_entry(table: torch.Tensor) -> Any:
+    return lambda score, b, h, q, kv: score + table[b, q // 48]
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    ("score", "shape"),
+    [(by_slope, (4,)), (by_table, (4, 17, 95)), pytest.param(by_entry, (2, 9), marks=pytest.mark.slow)],
+)
+def test_tensors_that_a_score_mod_reads_get_the_gradient_of_the_whole_image(
+    score: Any, shape: tuple[int, ...], generator: torch.Generator
+) -> None:
+    tensor = torch.randn(shape, generator=generator).requires_grad_()
+    batch = 2 if score is by_entry else 1
+    asked = case(generator, (batch, 9 * 48, 64, 64), BF16, neighborhood((9, 48), 5), score(tensor))
+    for direction in ("forward", "backward"):
+        assert in_strips(
+            Problem.of(asked.q, asked.k, asked.v), direction, mask_mod=asked.mask_mod, score_mod=asked.score_mod
+        )
+    check(partial(ca.attention, backend="hopper-emulated"), asked)
+
+
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize(
     ("sizes", "mask", "score"),

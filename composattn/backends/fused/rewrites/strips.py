@@ -21,7 +21,7 @@ from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
 from ..tiles.work import visits_now
 from .posed import Found, Nothing, Posed, Rewritten
-from .whole import reads_more_than_positions
+from .whole import has_more_than_mods, reads_lengths
 
 LEAST = 8  # rows of an image, so that a strip's queries fill a tile
 WIDEST = 256  # D and Dv whose tiles are copied whole
@@ -32,7 +32,8 @@ FEWER = 0.75
 def by_strips(posed: Posed) -> Found:
     """The call in strips where that visits fewer tiles.
 
-    It stays whole where mods read tensors, numbers, lengths or the batch, or positions by more than row and column.
+    It stays whole where the mask reads tensors, numbers or the batch, a mod lengths, or positions by more than row and
+    column.
     """
     problem, program = posed.problem, posed.program
     if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
@@ -60,9 +61,12 @@ def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
         return f"D or Dv is {widest}, of more than {WIDEST} tiles are not copied whole"
     if problem.schedule.batch_invariant or problem.schedule.split_kv not in ("auto", 1):
         return "the schedule asks for an order of keys, or for parts of them"
-    why = reads_more_than_positions(program)
+    why = has_more_than_mods(program) or reads_lengths(program)
     if why:
         return why
+    assert program.mask is not None
+    if program.mask.deps & (Dep.B | Dep.RUNTIME):
+        return "the mask reads tensors, numbers, lengths or the batch, so that the host knows no tiles"
     mods = [graph for graph in (program.mask, program.score) if graph is not None]
     if not all(reads_image(graph, strips.columns) for graph in mods):
         return f"a mod knows positions by more than row and column of an image of {strips.columns} columns"
@@ -84,7 +88,9 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
         kv_len=problem.kv_len // strips.columns * KEYS,
         layout=StripLayout(of=strips),
     )
-    return dataclasses.replace(posed, problem=of_each, program=Program(score, strips.mask(program.mask)))
+    found = Program(score, strips.mask(program.mask))
+    assert (found.captures, found.scalars) == (program.captures, program.scalars), "a call gives them in this order"
+    return dataclasses.replace(posed, problem=of_each, program=found)
 
 
 def _without_a_tiling(posed: Posed) -> str:

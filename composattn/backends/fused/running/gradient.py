@@ -55,10 +55,10 @@ class FusedGradient:
         self.kernel_of = kernel_of
         self.problem, self.scale, self.target = problem, scale, target
         self.rewriting = rewritten(Posed(problem, program, target, "backward"))
-        self.program = program = self.rewriting.posed.program
+        self.program = program  # of the whole, which PyTorch's tiles are of
         self._launchers: dict[Any, BackwardLauncher] = {}
         self._summing: dict[frozenset[Capture], GradientProgram] = {}
-        self.fusable = fused_reads(program)
+        self.fusable = fused_reads(self.rewriting.posed.program)
         self.by_head = None if program.sink is None else by_head(program.sink)
         self.of_sink = _read_by_sink(program, frozenset(self.fusable), packed=not problem.layout.is_dense)
         alone = self.by_head in self.of_sink and self.by_head not in self.fusable
@@ -75,7 +75,7 @@ class FusedGradient:
         form = (has_dlse, deterministic, summed, of_sinks)
         found = self._launchers.get(form)
         if found is None:
-            program = self.summing(summed) if summed else self.program
+            program = self.summing(summed) if summed else self.rewriting.posed.program
             sinks = self._form_of_sinks() if of_sinks else None
             how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
             plans = backward_of(dataclasses.replace(self.rewriting.posed, program=program), **how)
@@ -91,7 +91,7 @@ class FusedGradient:
         found = self._summing.get(summed)
         if found is None:
             reads = {c: reads for c, reads in self.fusable.items() if c in summed}
-            found = self._summing[summed] = GradientProgram(self.program, reads)
+            found = self._summing[summed] = GradientProgram(self.rewriting.posed.program, reads)
         return found
 
     def describe(self) -> str:
@@ -249,7 +249,8 @@ class FusedGradient:
         reads = program.reads.values()
         more = 1.0 if program.keep is None else 2.0 ** -math.ceil(math.log2(factor_of(program.keep)))
         if sequences.cu_q is None or sequences.cu_k is None:
-            return more * unit_counts(reads, dout, v, dlse, q.shape[2], v.shape[2])
+            posed = self.rewriting.posed.problem  # whose positions the factors are of
+            return more * unit_counts(reads, dout, v, dlse, posed.q_len, posed.kv_len)
         totals = q.shape[0], v.shape[0]
         rows = rows_in_use(sequences.cu_q, sequences.used_q, totals[0])
         keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
