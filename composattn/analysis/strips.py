@@ -2,8 +2,8 @@
 
 128 queries that lie together are a part of a row, or a few rows: of each row they see, tiles of keys have all columns.
 The same number of queries from a few columns, 16 of 8 rows each, sees fewer keys: of each row the columns around these.
-So the image is cut into strips of `QUERIES` columns, whose keys are `KEYS` columns wide and overlap; each is a sequence
-of its own, row by row.
+So the image is cut into strips of 16 or 8 columns, whose keys are twice as many columns wide and overlap; each is a
+sequence of its own, row by row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -22,8 +21,7 @@ from ..graph.ops import apply
 from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
 
-QUERIES = 16  # columns of a strip
-KEYS = 32  # columns of its keys
+WIDTHS = (16, 8)  # columns of a strip
 _MOST = 1024  # columns of an image: who sees which is found for each pair of them
 POSITIONS = Dep.Q | Dep.KV
 
@@ -34,27 +32,29 @@ class Strips:
 
     `beyond`: whether the mask's own terms would show columns that are outside, as those of causal axes do.
     `several_axes`: rows are of more than one axis, so those that a row sees need not lie together.
+    `apart`: columns of a strip; its keys are `wide` columns.
     """
 
     columns: int
     before: int
     beyond: bool = False
     several_axes: bool = False
+    apart: int = WIDTHS[0]
 
-    apart: ClassVar[int] = QUERIES
-    wide: ClassVar[int] = KEYS
+    @property
+    def wide(self) -> int:
+        return 2 * self.apart
 
     @property
     def count(self) -> int:
         """The last one may reach beyond the image."""
-        return -(-self.columns // QUERIES)
+        return -(-self.columns // self.apart)
 
     @property
     def words(self) -> str:
         """For people to read."""
-        return (
-            f"{self.count} of {QUERIES} columns of an image of {self.columns}, keys of {KEYS} from {self.before} before"
-        )
+        keys = f"keys of {self.wide} from {self.before} before"
+        return f"{self.count} of {self.apart} columns of an image of {self.columns}, {keys}"
 
     def mask(self, mask: Expr) -> Expr:
         """`of` a mask, false outside of the image."""
@@ -65,25 +65,25 @@ class Strips:
         return apply("and", self.of(mask), inside)
 
     def of(self, graph: Expr) -> Expr:
-        """`graph`, which `reads_image` alone, for strip b % count of entry b // count: of place i is row i // QUERIES of
-        the image (for keys i // KEYS), and column i % QUERIES of the strip (i % KEYS).
+        """`graph`, which `reads_image` alone, for strip b % count of entry b // count: of place i is row i // apart of
+        the image (for keys i // wide), and column i % apart of the strip (i % wide).
         """
         return substitute(in_image(graph, self.columns), self._places())
 
     def _places(self) -> dict[Expr, Expr]:
         """Row and column of the image by a strip's places."""
-        first = apply("mul", apply("mod", index("b"), const(self.count)), const(QUERIES))
+        first = apply("mul", apply("mod", index("b"), const(self.count)), const(self.apart))
         places = {index("b"): apply("floordiv", index("b"), const(self.count))}
-        for name, wide, start in (("q", QUERIES, first), ("kv", KEYS, apply("sub", first, const(self.before)))):
+        for name, wide, start in (("q", self.apart, first), ("kv", self.wide, apply("sub", first, const(self.before)))):
             row, column = _coordinates(name, wide)
             own = row, apply("add", column, start)
             places |= dict(zip(_coordinates(name, self.columns), own, strict=True))
         return places
 
 
-def in_columns(term: Expr) -> bool:
+def in_columns(term: Expr, wide: int) -> bool:
     """Whether a term of a mask `of` strips is of the columns of keys, the same for all rows of the image."""
-    return bool(term.deps & Dep.KV) and not _deps_without(term, _coordinates("kv", KEYS)[1]) & Dep.KV
+    return bool(term.deps & Dep.KV) and not _deps_without(term, _coordinates("kv", wide)[1]) & Dep.KV
 
 
 def reads_image(graph: Expr, columns: int) -> bool:
@@ -113,13 +113,14 @@ def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:
     return substitute(in_image(graph, columns), places)
 
 
-def strips_of(mask: Expr) -> Strips | None:
-    """Strips whose queries see nothing but their own keys, with as few columns before as can be; None: there are none.
+def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
+    """Strips of `apart` columns whose queries see nothing but their own keys, which begin as few columns before as can
+    be; None where there are none.
 
     Looks for a conjunction of terms of rows (q // n, kv // n) and terms of columns (q % n, kv % n), with one n.
     """
     columns, several_axes = _columns(mask)
-    if columns is None or columns < QUERIES or columns > _MOST:
+    if columns is None or columns < apart or columns > _MOST:
         return None
     mask = in_image(mask, columns)
     (q_row, q_column), (kv_row, kv_column) = _coordinates("q", columns), _coordinates("kv", columns)
@@ -131,25 +132,26 @@ def strips_of(mask: Expr) -> Strips | None:
             return None
     if not of_columns:
         return None
-    found = _around(functools.reduce(partial(apply, "and"), of_columns), columns)
+    found = _around(functools.reduce(partial(apply, "and"), of_columns), columns, apart)
     return None if found is None else dataclasses.replace(found, several_axes=several_axes)
 
 
-def _around(sees: Expr, columns: int) -> Strips | None:
+def _around(sees: Expr, columns: int, apart: int) -> Strips | None:
     """Strips whose keys are all columns that their queries see; None where they would be too wide, or none is seen."""
-    q, kv = torch.arange(columns)[:, None], torch.arange(-KEYS, columns + KEYS)
+    wide = 2 * apart
+    q, kv = torch.arange(columns)[:, None], torch.arange(-wide, columns + wide)
     seen = evaluate(sees, Env({"q": q, "kv": kv})).expand(columns, len(kv))
-    # by strip, and by column from KEYS before the image's first one on
-    seen = pad(seen, (0, 0, 0, -columns % QUERIES))
-    of_strips = seen.reshape(-1, QUERIES, len(kv)).any(1).tolist()
-    inside = range(KEYS, KEYS + columns)
-    ahead = [c - KEYS - s * QUERIES for s, row in enumerate(of_strips) for c in inside if row[c]]
-    if not ahead or max(ahead) - min(0, *ahead) >= KEYS:
+    # by strip, and by column from wide before the image's first one on
+    seen = pad(seen, (0, 0, 0, -columns % apart))
+    of_strips = seen.reshape(-1, apart, len(kv)).any(1).tolist()
+    inside = range(wide, wide + columns)
+    ahead = [c - wide - s * apart for s, row in enumerate(of_strips) for c in inside if row[c]]
+    if not ahead or max(ahead) - min(0, *ahead) >= wide:
         return None
     before = max(0, -min(ahead))
-    firsts = [s * QUERIES + KEYS - before for s in range(len(of_strips))]
-    own = [(row[c], c) for row, first in zip(of_strips, firsts, strict=True) for c in range(first, first + KEYS)]
-    return Strips(columns, before, any(shown and c not in inside for shown, c in own))
+    firsts = [s * apart + wide - before for s in range(len(of_strips))]
+    own = [(row[c], c) for row, first in zip(of_strips, firsts, strict=True) for c in range(first, first + wide)]
+    return Strips(columns, before, any(shown and c not in inside for shown, c in own), apart=apart)
 
 
 def _columns(mask: Expr) -> tuple[int | None, bool]:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..analysis.residues import terms
-from ..analysis.strips import KEYS, in_columns
+from ..analysis.strips import in_columns
 from ..graph.expr import Expr
 from .emit import WORD, BoundMods, Evaluator
 from .score_tile import ScoreTile
@@ -23,21 +23,21 @@ from .values import choose
 class StripWords:
     """The mods at some rows, whose mask is of strips; a tile of keys begins with a row of the image.
 
-    `tile`: any of those tiles.
+    `tile`: any of those tiles. `wide`: columns of a strip's keys.
     """
 
-    def __init__(self, mods: BoundMods, tile: ScoreTile) -> None:
+    def __init__(self, mods: BoundMods, tile: ScoreTile, wide: int) -> None:
         self.mods = mods
         own = tile.shape.column_offsets
-        self.width = sum(offset < KEYS for offset in own)  # columns of a row of the image that a thread has
+        self.width = sum(offset < wide for offset in own)  # columns of a row of the image that a thread has
         assert WORD % self.width == 0 and all(
-            offset == own[c % self.width] + c // self.width * KEYS for c, offset in enumerate(own)
+            offset == own[c % self.width] + c // self.width * wide for c, offset in enumerate(own)
         ), "each row of the image has the same columns of a thread"
         mask = mods.mods.mask
         assert mask is not None, "strips are a mask's"
         every = list(terms(mask))
-        self.of_columns = [term for term in every if in_columns(term)]
-        self.of_rows = [term for term in every if not in_columns(term)]
+        self.of_columns = [term for term in every if in_columns(term, wide)]
+        self.of_rows = [term for term in every if not in_columns(term, wide)]
         self.columns = [self._columns(tile, r) for r in range(tile.rows)]
 
     def _columns(self, tile: ScoreTile, r: int) -> Any:

@@ -33,7 +33,7 @@ SAME_COLUMN = Mask.of(lambda b, h, q, kv: q % 48 == kv % 48)  # of all rows
 @pytest.fixture
 def few_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small images have few tiles to leave out."""
-    monkeypatch.setattr(strips, "FEWER", float("inf"))
+    monkeypatch.setattr(strips, "FEWER", dict.fromkeys(strips.FEWER, float("inf")))
 
 
 def of_distance(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -94,6 +94,26 @@ def test_results_and_gradients_are_those_of_the_whole_image(
         assert in_strips(Problem.of(asked.q, asked.k, asked.v), direction, mask_mod=mask, score_mod=score)
     with on_few_sms(backend, 2):  # else tiles of small images run at once, in blocks that leave
         check(partial(ca.attention, backend=backend), asked)
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "mask"),
+    [
+        ((1, 17 * 24, 64, 64), BF16, neighborhood((17, 24), 5)),
+        pytest.param((1, 16 * 27, 128, 64), FP16, neighborhood((16, 27), (3, 7)), marks=pytest.mark.slow),
+        pytest.param((1, 16 * 20, 64, 64), BF16, neighborhood((4, 4, 20), (3, 3, 5)), marks=pytest.mark.slow),
+    ],
+)
+def test_strips_of_8_columns_give_results_and_gradients_of_the_whole_image(
+    sizes: tuple[int, ...], dtype: torch.dtype, mask: Any, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    monkeypatch.setattr(strips, "NARROW", float("inf"))
+    asked = case(generator, sizes, dtype, mask)
+    for direction in ("forward", "backward"):
+        posed = rewritten(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER, direction)).posed
+        assert posed.problem.layout.strips is not None and posed.problem.layout.strips.apart == 8
+    check(partial(ca.attention, backend="hopper-emulated"), asked)
 
 
 def by_slope(slopes: torch.Tensor) -> Any:
@@ -239,7 +259,9 @@ def test_it_stays_whole_where_the_image_has_few_rows_or_another_size(few_tiles: 
 def test_strips_are_taken_where_they_visit_fewer_tiles() -> None:
     sizes = [(128, 128, 7), (128, 128, 13), (256, 256, 7), (64, 64, 7), (64, 64, 13)]
     found = [planned(problem(r, c), mask_mod=neighborhood((r, c), k)).strips is not None for r, c, k in sizes]
-    assert found == [True, True, True, False, False]
+    assert found == [True, True, True, True, True]
+    in_backward = [in_strips(problem(r, c), "backward", mask_mod=neighborhood((r, c), k)) for r, c, k in sizes]
+    assert in_backward == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(("size", "kernel", "whole", "cut"), [(128, 7, 7.0, 3.875), (128, 13, 13.0, 5.75)])

@@ -10,7 +10,7 @@ import torch
 
 import composattn as ca
 from composattn.analysis.residues import terms
-from composattn.analysis.strips import KEYS, QUERIES, Strips, from_rows, in_columns, reads_image, rows_seen, strips_of
+from composattn.analysis.strips import Strips, from_rows, in_columns, reads_image, rows_seen, strips_of
 from composattn.backends.fused.rewrites.strips import KeyParts
 from composattn.graph.expr import Expr
 from composattn.mods import causal, neighborhood
@@ -65,6 +65,21 @@ def graph(mask: Callable[..., Any]) -> Expr:
     return found
 
 
+NARROW: dict[str, tuple[Strips | None, Callable[..., Any]]] = {
+    "a neighbourhood": (Strips(48, 3, apart=8), on_image(7)),
+    "no whole number of strips": (Strips(41, 4, apart=8), neighborhood((9, 41), 5)),
+    "too wide": (None, on_image((3, 11))),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_strips_of_8_columns_are_found_where_their_queries_see_16(name: str) -> None:
+    wanted, mask = NARROW[name]
+    assert strips_of(graph(mask), 8) == wanted
+    if wanted is not None:
+        _is_that_of_the_image(wanted, graph(mask))
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
     wanted, mask = FOUND[name]
@@ -72,17 +87,21 @@ def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
     strips = strips_of(whole)
     assert strips == wanted
     assert reads_image(whole, strips.columns)
+    _is_that_of_the_image(strips, whole)
+
+
+def _is_that_of_the_image(strips: Strips, whole: Expr) -> None:
     columns = strips.columns
     of_image = Mask(whole).dense(ROWS * columns, ROWS * columns, 1, 3)[0]
-    of_strips = Mask(strips.mask(whole)).dense(ROWS * QUERIES, ROWS * KEYS, 2 * strips.count, 3)
-    q, kv = torch.arange(ROWS * QUERIES), torch.arange(ROWS * KEYS)
+    of_strips = Mask(strips.mask(whole)).dense(ROWS * strips.apart, ROWS * strips.wide, 2 * strips.count, 3)
+    q, kv = torch.arange(ROWS * strips.apart), torch.arange(ROWS * strips.wide)
     for b, in_strip in enumerate(of_strips):
-        first = b % strips.count * QUERIES
-        there = q % QUERIES + first < columns
-        queries = (q // QUERIES * columns + q % QUERIES + first)[there]
-        column = kv % KEYS + first - strips.before
+        first = b % strips.count * strips.apart
+        there = q % strips.apart + first < columns
+        queries = (q // strips.apart * columns + q % strips.apart + first)[there]
+        column = kv % strips.wide + first - strips.before
         inside = (column >= 0) & (column < columns)
-        keys = (kv // KEYS * columns + column)[inside]
+        keys = (kv // strips.wide * columns + column)[inside]
         in_strip = in_strip[:, there]
         assert not in_strip[..., ~inside].any()
         assert torch.equal(in_strip[..., inside], of_image[:, queries][..., keys])
@@ -99,7 +118,7 @@ def test_terms_are_of_columns_or_of_rows() -> None:
     whole = graph(on_image((3, 5), is_causal=(False, True)))
     strips = strips_of(whole)
     assert strips is not None
-    found = [in_columns(term) for term in terms(strips.mask(whole))]
+    found = [in_columns(term, strips.wide) for term in terms(strips.mask(whole))]
     assert sorted(found) == [False, False, True, True, True, True]
 
 
@@ -111,7 +130,10 @@ def test_scores_may_read_rows_and_columns_alone() -> None:
 
 @pytest.mark.parametrize(
     "strips",
-    [Strips(48, 0), Strips(48, 6), Strips(16, 16), Strips(96, 20), Strips(64, 31), Strips(40, 4), Strips(41, 17)],
+    [
+        *(Strips(*of) for of in ((48, 0), (48, 6), (16, 16), (96, 20), (64, 31), (40, 4), (41, 17))),
+        *(Strips(*of, apart=8) for of in ((48, 3), (41, 8), (8, 0))),
+    ],
 )
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gradients_of_a_key_are_added_over_all_strips_that_have_it(strips: Strips, batch: int) -> None:
@@ -119,9 +141,9 @@ def test_gradients_of_a_key_are_added_over_all_strips_that_have_it(strips: Strip
     parts = KeyParts(strips)
     found = parts.memory(keys).normal_()
     wanted = torch.zeros(batch, 3, ROWS, strips.columns, 8)
-    for strip, part in enumerate(found.view(batch, strips.count, 3, ROWS, KEYS, 8).unbind(1)):
-        for c in range(KEYS):
-            column = strip * QUERIES - strips.before + c
+    for strip, part in enumerate(found.view(batch, strips.count, 3, ROWS, strips.wide, 8).unbind(1)):
+        for c in range(strips.wide):
+            column = strip * strips.apart - strips.before + c
             if 0 <= column < strips.columns:
                 wanted[:, :, :, column] += part[:, :, :, c]
     joined = parts.joined(found, keys)

@@ -265,7 +265,7 @@ def forward_of(
     strips = problem.layout.strips
     if tiling is None:
         tiling = architecture.forward_tiling(problem, program, target)
-        tiling = of_whole_rows(tiling) if strips else tiling
+        tiling = of_whole_rows(tiling, strips) if strips else tiling
     if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists

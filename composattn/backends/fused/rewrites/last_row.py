@@ -43,7 +43,7 @@ def without_last_row(posed: Posed) -> Found:
     if not all(reads_image(graph, strips.columns) for graph in (program.mask, program.score) if graph is not None):
         return Nothing()
     tail = _tail(program.mask, problem, strips)
-    if tail.queries < of_strips.LEAST:
+    if tail.queries * strips.apart < of_strips.LEAST:
         return Nothing(f"all but {tail.queries} rows of the image may see its last row, which is not whole")
     calls = _whole_rows(problem, program, strips, tail), _behind(problem, program, strips, tail)
     why = _no_gain(posed, calls, strips)
@@ -82,10 +82,12 @@ def _no_gain(posed: Posed, calls: tuple[Call, Call], strips: Strips) -> str:
     found = of_strips.by_strips(first)
     if not isinstance(found, Rewritten):
         return found.why if isinstance(found, Nothing) else "whole rows are no call of their own"
-    cut = of_strips.visited(found.posed.problem, found.posed.program, strips) * first.problem.q_len
+    chosen = found.posed.problem.layout.strips
+    assert chosen is not None
+    cut = of_strips.visited(found.posed.problem, found.posed.program, chosen) * first.problem.q_len
     both = (cut + of_strips.visited(behind.problem, behind.program, strips) * behind.problem.q_len) / problem.q_len
-    if both > of_strips.FEWER * whole:
-        return f"strips and a call behind them would visit {both:.3g} tiles of keys in place of {whole:.3g}"
+    if both > of_strips.FEWER["forward"] * whole:
+        return f"strips and a call behind them would visit {both:.3g} times 128 keys in place of {whole:.3g}"
     return ""
 
 

@@ -6,16 +6,17 @@ Nothing is copied: the kernels' bulk copies read and write boxes of the image. W
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 from ....analysis.intervals import Tiles
 from ....analysis.program import Program
-from ....analysis.strips import KEYS, QUERIES, Strips, reads_image, strips_of
+from ....analysis.strips import WIDTHS, Strips, reads_image, strips_of
 from ....analysis.tiles import EMPTY, kinds, useful_cuts
 from ....call.problem import Problem, StripLayout
 from ....call.strides import ordered
-from ....graph.expr import Dep
+from ....graph.expr import Dep, Expr
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
@@ -23,14 +24,19 @@ from ..tiles.work import visits_now
 from .posed import Found, Nothing, Posed, Rewritten
 from .whole import has_more_than_mods, reads_lengths
 
-LEAST = 8  # rows of an image, so that a strip's queries fill a tile
+LEAST = 128  # queries of a strip, as many as fill a tile
 WIDEST = 256  # D and Dv whose tiles are copied whole
-# Tiles of 128 x 128 that strips visit for each of the whole image, at most: each is copied in boxes and tested
-FEWER = 0.75
+# Scores that strips compute for each of the whole image, at most. A forward's are tested by words, and took
+# 0.68 of the time of one of the whole (128 x 128 by 7 x 7 and by 13 x 13, H200); a backward's are tested pair by pair,
+# and the gradients of keys have to be added
+FEWER = {"forward": 1.0, "backward": 0.75}
+# Scores of strips of 8 columns for each of those of 16, at most, where they are taken: a tile of theirs has
+# twice as many rows of keys to test. Nobody timed them
+NARROW = 0.9
 
 
 def by_strips(posed: Posed) -> Found:
-    """The call in strips where that visits fewer tiles.
+    """The call in strips of the width that visits fewest tiles, where these are fewer than of the whole.
 
     It stays whole where the mask reads tensors, numbers or the batch, a mod lengths, or positions by more than row and
     column.
@@ -38,20 +44,22 @@ def by_strips(posed: Posed) -> Found:
     problem, program = posed.problem, posed.program
     if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
         return Nothing()
-    strips = strips_of(program.mask)
-    if strips is None:
-        return Nothing()
-    why = _not_served(problem, program, strips)
+    there = [strips for strips in (strips_of(program.mask, apart) for apart in WIDTHS) if strips is not None]
+    refused = [_not_served(problem, program, strips) for strips in there]
+    served = [strips for strips, why in zip(there, refused, strict=True) if not why]
+    if not served:
+        return Nothing(next(iter(refused), ""))
+    cuts = [_cut(posed, strips) for strips in served]
+    visits = [visited(each.problem, each.program, of, _tile(each)) for each, of in zip(cuts, served, strict=True)]
+    best = len(served) - 1 if visits[-1] <= NARROW * visits[0] else 0
+    cut, found, strips = visits[best], cuts[best], served[best]
+    whole = visited(problem, program, strips, _tile(posed))
+    if cut > FEWER[posed.direction] * whole:
+        return Nothing(f"strips would visit {cut:.3g} times 128 keys in place of {whole:.3g}, which is no gain")
+    why = _without_a_tiling(found)
     if why:
         return Nothing(why)
-    found = _cut(posed, strips)
-    whole, cut = [visited(each.problem, each.program, strips) for each in (posed, found)]
-    if cut > FEWER * whole:
-        return Nothing(f"strips would visit {cut:.3g} tiles of keys in place of {whole:.3g}, which is no gain")
-    why = _without_a_tiling(found)
-    return (
-        Nothing(why) if why else Rewritten(found, f"{strips.words}; {cut:.3g} tiles of keys visited, not {whole:.3g}")
-    )
+    return Rewritten(found, f"{strips.words}; {cut:.3g} times 128 keys visited, not {whole:.3g}")
 
 
 def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
@@ -71,8 +79,8 @@ def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
     if not all(reads_image(graph, strips.columns) for graph in mods):
         return f"a mod knows positions by more than row and column of an image of {strips.columns} columns"
     for length in (problem.q_len, problem.kv_len):
-        if length % strips.columns or length // strips.columns < LEAST:
-            return f"{length} positions are not {LEAST} or more whole rows of {strips.columns} columns"
+        if length % strips.columns or length // strips.columns * strips.apart < LEAST:
+            return f"{length} positions are not {LEAST // strips.apart} or more whole rows of {strips.columns} columns"
     return ""
 
 
@@ -84,8 +92,8 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
     of_each = dataclasses.replace(
         problem,
         batch=problem.batch * strips.count,
-        q_len=problem.q_len // strips.columns * QUERIES,
-        kv_len=problem.kv_len // strips.columns * KEYS,
+        q_len=problem.q_len // strips.columns * strips.apart,
+        kv_len=problem.kv_len // strips.columns * strips.wide,
         layout=StripLayout(of=strips),
     )
     found = Program(score, strips.mask(program.mask))
@@ -96,37 +104,56 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
 def _without_a_tiling(posed: Posed) -> str:
     """Why no tiles have whole rows of a strip; empty where some do."""
     problem, program, target = posed.problem, posed.program, posed.target
-    architecture = architecture_of(target)
+    architecture, strips = architecture_of(target), problem.layout.strips
+    assert strips is not None
     if posed.direction == "backward":
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
-        whole = all(t.sharing == 1 and t.tile_m % QUERIES == 0 and t.tile_n % KEYS == 0 for t in tilings)
+        whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)
         return "" if whole else "tiles of the backward have no whole rows of a strip"
-    tiling = of_whole_rows(architecture.forward_tiling(problem, program, target))
+    tiling = of_whole_rows(architecture.forward_tiling(problem, program, target), strips)
     if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
         return ""
     return "tiles of a strip would have several heads, or parts of the keys"
 
 
-def of_whole_rows(tiling: ForwardTiling) -> ForwardTiling:
-    """With tiles of keys that are whole rows of a strip."""
-    return dataclasses.replace(tiling, tile_n=tiling.tile_n // KEYS * KEYS)
+def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
+    """A tiling whose tiles of keys are whole rows of a strip."""
+    return dataclasses.replace(tiling, tile_n=tiling.tile_n // strips.wide * strips.wide)
 
 
-def visited(problem: Problem, program: Program, strips: Strips) -> float:
-    """Tiles of 128 keys that one of 128 queries visits, on average; in strips also what lies beyond the image."""
-    batch, share = 1, 1.0
+def _tile(posed: Posed) -> tuple[int, int]:
+    """Queries and keys of a tile of the call, as far as a fixed order of gradients does not change it."""
+    problem, program, target = posed.problem, posed.program, posed.target
+    if posed.direction == "backward":
+        backward = architecture_of(target).backward_tiling(problem, program, target, False)
+        return backward.tile_m, backward.tile_n
+    forward = architecture_of(target).forward_tiling(problem, program, target)
+    strips = problem.layout.strips
+    return forward.queries, (forward if strips is None else of_whole_rows(forward, strips)).tile_n
+
+
+def visited(problem: Problem, program: Program, strips: Strips, tile: tuple[int, int] = (128, 128)) -> float:
+    """How many times 128 keys a query computes scores with, on average; in strips also those of what lies beyond the
+    image.
+    """
+    batch, share = 1, tile[1] / 128
     if problem.layout.strips is not None:
-        batch, share = strips.count, strips.count * QUERIES / strips.columns
-    if not strips.several_axes:
-        visits = visits_now(problem, program.intervals, 128, 128)
-        assert visits is not None, "no tensors decide"
-        return int(visits.sum()) / visits.numel() * share
-    assert program.mask is not None
-    heads = problem.q_heads if program.mask.deps & Dep.H else 1
-    cuts = useful_cuts(program.mask, problem.q_len, problem.kv_len, (128, 128))
-    grid = Tiles(problem.q_len, problem.kv_len, (128, 128), batch, heads, torch.device("cpu"), cuts=cuts)
-    found = kinds(program.mask, grid) != EMPTY
-    return int(found.sum()) / (found.numel() // found.shape[-1]) * share
+        batch, share = strips.count, share * strips.count * strips.apart / strips.columns
+    if strips.several_axes:
+        assert program.mask is not None
+        heads = problem.q_heads if program.mask.deps & Dep.H else 1
+        return share * _by_kinds(program.mask, problem.q_len, problem.kv_len, batch, heads, tile)
+    visits = visits_now(problem, program.intervals, *tile)
+    assert visits is not None, "no tensors decide"
+    return share * int(visits.sum()) / visits.numel()
+
+
+@functools.lru_cache(maxsize=16)
+def _by_kinds(mask: Expr, q_len: int, kv_len: int, batch: int, heads: int, tile: tuple[int, int]) -> float:
+    """Tiles of keys that a tile of queries visits, on average, where no bounds tell: asked once for both directions."""
+    cuts = useful_cuts(mask, q_len, kv_len, tile)
+    found = kinds(mask, Tiles(q_len, kv_len, tile, batch, heads, torch.device("cpu"), cuts=cuts)) != EMPTY
+    return int(found.sum()) / (found.numel() // found.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,27 +167,28 @@ class KeyParts:
 
     def of_queries(self, batch: int, length: int) -> tuple[int, int]:
         """How many strips there are of images of this `length`, and how many queries each has."""
-        return batch * self.strips.count, length // self.strips.columns * QUERIES
+        return batch * self.strips.count, length // self.strips.columns * self.strips.apart
 
     def memory(self, keys: torch.Tensor) -> torch.Tensor:
-        """(B * count, H, rows * KEYS, D) for parts of the gradient of keys (B, H, S, D)."""
+        """(B * count, H, rows * wide, D) for parts of the gradient of keys (B, H, S, D)."""
         batch, heads, length, width = keys.shape
         strips = self.strips
-        return keys.new_empty(batch * strips.count, heads, length // strips.columns * KEYS, width)
+        return keys.new_empty(batch * strips.count, heads, length // strips.columns * strips.wide, width)
 
     def joined(self, parts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """(B, H, S, D) of such memory, in the order of `keys`: sums of two parts, rounded once."""
-        count, columns = self.strips.count, self.strips.columns
+        strips = self.strips
+        count, columns, before, apart = strips.count, strips.columns, strips.before, strips.apart
         whole = ordered(keys, keys.shape[-1])
         image = whole.unflatten(2, (-1, columns))
-        # (B, H, rows, count, 2, QUERIES, D): columns in blocks, of which each strip has two
-        blocks = parts.unflatten(2, (-1, 2, QUERIES)).unflatten(0, (-1, count)).permute(0, 2, 3, 1, 4, 5, 6)
+        # (B, H, rows, count, 2, apart, D): columns in blocks, of which each strip has two
+        blocks = parts.unflatten(2, (-1, 2, apart)).unflatten(0, (-1, count)).permute(0, 2, 3, 1, 4, 5, 6)
         first, second = blocks.unbind(4)
-        # block j of both begins so many columns `before` 16 j; between them lie whole blocks that two strips have
-        begin, end = max(1, -(-self.strips.before // QUERIES)), min(count, (columns + self.strips.before) // QUERIES)
+        # block j of both begins so many columns `before` apart * j; between them lie whole blocks that two strips have
+        begin, end = max(1, -(-before // apart)), min(count, (columns + before) // apart)
         for j in (*range(begin), *range(end, count + 1)):
-            start = j * QUERIES - self.strips.before
-            inside = slice(max(0, -start), max(0, min(QUERIES, columns - start)))
+            start = j * apart - before
+            inside = slice(max(0, -start), max(0, min(apart, columns - start)))
             if inside.start >= inside.stop:
                 continue
             place = image[:, :, :, start + inside.start : start + inside.stop]
@@ -168,8 +196,8 @@ class KeyParts:
             found = [half[:, :, :, n, inside] for half, n in halves]
             torch.add(*found, out=place) if len(found) == 2 else place.copy_(found[0])
         if begin < end:
-            start = begin * QUERIES - self.strips.before
-            place = image[:, :, :, start : start + (end - begin) * QUERIES].unflatten(3, (-1, QUERIES))
+            start = begin * apart - before
+            place = image[:, :, :, start : start + (end - begin) * apart].unflatten(3, (-1, apart))
             torch.add(first[:, :, :, begin:end], second[:, :, :, begin - 1 : end - 1], out=place)
-        image[:, :, :, (count + 1) * QUERIES - self.strips.before :] = 0  # which nobody sees
+        image[:, :, :, (count + 1) * apart - before :] = 0  # which nobody sees
         return whole

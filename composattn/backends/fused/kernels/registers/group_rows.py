@@ -192,8 +192,9 @@ class GroupRows(OutputRows[Any]):
         self.q_slot = q_slot
         self.tOrO.fill(0.0)
         self.tSrQ = self.products.held_queries()
-        if me.plan.strips is not None:
-            self.strip_words = StripWords(self.mods, self.tile(None, Int32(0)))
+        strips = me.plan.strips
+        if strips is not None:
+            self.strip_words = StripWords(self.mods, self.tile(None, Int32(0)), strips.wide)
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place, and given; where `tested`, of what is `seen`."""
