@@ -20,6 +20,7 @@ from .. import mods
 from ..call.block_sparse import BlockSparse
 from ..mods.mask import Mask
 from ..mods.score import Score
+from .eight_bits import with_eight_bits
 from .packed import draw_paged, draw_varlen
 from .site import SMALL, Choices, Seeded, Site, Space, draw_site, site_of
 from .tolerance import Case, describe
@@ -69,6 +70,9 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     if choices.integer(0, 7) == 0:
         case, label = _with_light_keys(site, case)
         parts.append(label)
+    if space.eight_bits and choices.integer(0, 1):
+        case, flows = with_eight_bits(site, case), "none"
+        parts.append(f"scales {[tuple(s.shape) if isinstance(s, torch.Tensor) else s for s in case.scales]}")
     name = f"{', '.join(parts)}, {describe(case)}"
     name += "" if flows in ("both", "none") else f", through {flows} only"
     return dataclasses.replace(case, name=name)

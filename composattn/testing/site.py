@@ -43,7 +43,8 @@ class Space:
 
     Lengths: 1, primes, powers of two and their neighbours, from `shortest` to `longest`. `gradients`: whether cases
     have gradients of out and lse; `learned`: whether captured float tensors may require grad. `layouts`: how sequences
-    lie, each as likely as it is often named; "paged" cases have no gradients.
+    lie, each as likely as it is often named; "paged" cases have no gradients. `eight_bits`: whether k and v, or q too,
+    may have 8 bits and scales of any shape; such cases have no gradients.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -56,6 +57,7 @@ class Space:
     gradients: bool = True
     learned: bool = True
     layouts: tuple[Literal["dense", "varlen", "paged"], ...] = ("dense",)
+    eight_bits: bool = False
     device: str | torch.device = "cpu"
 
 

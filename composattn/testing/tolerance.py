@@ -17,6 +17,9 @@ each in both directions). Disturbed by 4 units of the working precision are the 
 Σ|q||k| and of |score|), P recomputed in the backward (of 1 + |score|; along a row by 1 unit of the largest, the
 rounding of LSE), dP (of Σ|dO||v|) and the gradient of the modified score; by one rounding to the dtype of q the
 factors P and dS of the products, and rowsum(dO·O) by that of every O.
+
+Where k and v have 8 bits, `exact` and `plain` are of what they stand for with their scales; where q has too, the P of
+`plain` is rounded to e4m3, with the largest of each row at 2^8, as a product of 8-bit numbers has it.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ import torch
 from ..analysis.program import Program
 from ..backends import reference
 from ..backends.layouts import arrange
+from ..call.eight_bits import EIGHT_BITS, narrowed
 from ..call.problem import Problem, softmax_scale
+from ..call.quantized import in_eight_bits
 from ..call.sequences import Paged, Sequences, Varlen
 from ..mods.dropout import Dropout
 from ..mods.mask import ALL, Mask
 from ..mods.score import IDENTITY, Score
 from ..mods.sink import Sink
+from ..mods.values import Values
 from .memory import poisoned
 
 Results = dict[str, torch.Tensor]
@@ -69,6 +75,20 @@ class Case:
     paged: Paged | None = None
     sinks: torch.Tensor | None = None
     dropout: tuple[float, int] = (0.0, 0)  # the probability, and a seed
+    scales: tuple[Any, Any, Any] = (None, None, None)  # of q, k and v of 8 bits
+    out_dtype: torch.dtype | None = None  # where q has 8 bits
+    values: Values | None = None  # what `scales` say of v, see `wide`
+    narrow: bool = False  # whether P is rounded to 8 bits, see `wide`
+
+    @property
+    def wide(self) -> Case:
+        """The case with the scales of 8-bit tensors as mods, and q widened; itself where none has 8 bits."""
+        if self.k.dtype not in EIGHT_BITS:
+            return self
+        tensors, where = (self.q, self.k, self.v), (self.varlen, self.paged)
+        call = in_eight_bits(tensors, self.scales, self.out_dtype, where, self.score_mod, self.scale)
+        read = {"score_mod": call.score_mod, "values": call.values, "scales": (None, None, None), "out_dtype": None}
+        return dataclasses.replace(self, q=call.q, narrow=self.q.dtype in EIGHT_BITS, **read)
 
     @property
     def sequences(self) -> Sequences:
@@ -80,7 +100,8 @@ class Case:
         mask = ALL if self.mask_mod is None else Mask.of(self.mask_mod)
         keep = Dropout.with_seed(*self.dropout)
         sink = None if self.sinks is None else Sink.of(self.sinks)
-        return Program(score.expr, mask.expr, *(None if mod is None else mod.expr for mod in (sink, keep)))
+        others = (sink, keep, self.values)
+        return Program(score.expr, mask.expr, *(None if mod is None else mod.expr for mod in others))
 
     @property
     def learned(self) -> list[torch.Tensor]:
@@ -97,11 +118,13 @@ class Case:
 
 def describe(case: Case) -> str:
     """Shapes and dtype of a case, short: B2 H4/2 S17x33 D16/8 bfloat16."""
+    given, case = case, case.wide
     p = Problem.of(case.q, case.k, case.v, case.varlen, case.paged)
     lengths = f"S{p.q_len}" if p.q_len == p.kv_len else f"S{p.q_len}x{p.kv_len}"
     dims = f"D{p.head_dim}" if p.head_dim == p.head_dim_v else f"D{p.head_dim}/{p.head_dim_v}"
     group = f"H{p.q_heads}" if p.q_heads == p.kv_heads else f"H{p.q_heads}/{p.kv_heads}"
-    return f"B{p.batch} {group} {lengths} {dims} {str(p.dtype).removeprefix('torch.')}{_where_rows_lie(case)}"
+    types = " ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (given.q, given.k, given.v)))
+    return f"B{p.batch} {group} {lengths} {dims} {types}{_where_rows_lie(case)}"
 
 
 def _where_rows_lie(case: Case) -> str:
@@ -123,7 +146,7 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
 
 def run(attention: Attention, case: Case) -> Results:
     """{"out", "lse", and where gradients flow "dq", "dk", "dv", "d captured 0", ...} of `attention` on `case`."""
-    q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+    q, k, v = (x.detach().requires_grad_(x.dtype not in EIGHT_BITS) for x in (case.q, case.k, case.v))
     mods: dict[str, Any] = {"score_mod": case.score_mod, "mask_mod": case.mask_mod, "scale": case.scale}
     if case.varlen is not None:
         mods["varlen"] = case.varlen
@@ -133,6 +156,9 @@ def run(attention: Attention, case: Case) -> Results:
         mods["sinks"] = case.sinks
     if case.dropout[0]:
         mods["dropout_p"], mods["dropout_seed"] = case.dropout
+    mods |= {name: s for name, s in zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True) if s is not None}
+    if case.out_dtype is not None:
+        mods["out_dtype"] = case.out_dtype
     with poisoned(case.q.device):
         if case.dout is None and case.dlse is None:
             with torch.no_grad():
@@ -176,6 +202,7 @@ def assert_attention_close(
 
 def assert_case_close(actual: Mapping[str, torch.Tensor], case: Case, factor: float = FACTOR) -> None:
     """`assert_attention_close` of what was computed of a case."""
+    case = case.wide
     exact = _reference(case, torch.float64)
     for key in actual:
         if key not in exact:
@@ -264,7 +291,7 @@ def _sizes(x: torch.Tensor) -> tuple[float, float]:
 def _plain_runs(case: Case, exact: Results) -> Iterator[tuple[Results, Results, float]]:
     """Results of plain PyTorch, what they should be, and what share of their errors is that of the dtype of q."""
     for run in range(9):
-        disturbed = _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else None
+        disturbed = _Disturbed(case, (run - 1) // 2, (-1.0) ** run) if run else _NarrowP() if case.narrow else None
         yield _reference(case, case.q.dtype, disturbed), exact, 1.0
     if case.q.dtype == torch.float64:
         generator = torch.Generator().manual_seed(0)
@@ -291,6 +318,7 @@ def _reference(case: Case, precision: torch.dtype, rounding: reference.Rounding 
             mask=program.mask,
             sink=program.sink,
             keep=program.keep,
+            values=program.values,
             scale=scale,
             precision=precision,
             tensors=tensors,
@@ -327,6 +355,30 @@ def _signs(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (2 * drawn - 1).to(like.device, like.dtype)
 
 
+def _narrowed_p(weights: torch.Tensor) -> torch.Tensor:
+    """`weights` as e4m3 holds them, where the largest of each row is 2^8."""
+    unit = weights.amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny) / 256
+    return narrowed(weights / unit, torch.float8_e4m3fn).to(weights.dtype) * unit
+
+
+class _NarrowP:
+    """P rounded to 8 bits, and nothing else: what is left of an exact attention to 8-bit tensors."""
+
+    def score(self, score: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        return score
+
+    def modified(self, score: torch.Tensor) -> torch.Tensor:
+        return score
+
+    def output(
+        self, out: torch.Tensor, p: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, score: torch.Tensor
+    ) -> torch.Tensor:
+        if weights.shape[-1] == 0:
+            return out
+        lost = _narrowed_p(weights) - weights
+        return (out.to(lost.dtype) + lost @ v.to(lost.dtype)).to(out.dtype)
+
+
 class _Disturbed:
     """Roundings that every fused kernel has, each with a random sign, all of them turned around by `direction`."""
 
@@ -334,6 +386,7 @@ class _Disturbed:
         working = torch.promote_types(case.q.dtype, torch.float32)
         self.unit = direction * 4 * torch.finfo(working).eps
         self.stored = direction * torch.finfo(case.q.dtype).eps / 2
+        self.narrow = _NarrowP() if case.narrow else None
         self.generator = torch.Generator().manual_seed(draw)  # one draw's signs are the same in both directions
 
     def signs(self, like: torch.Tensor) -> torch.Tensor:
@@ -356,6 +409,7 @@ class _Disturbed:
     ) -> torch.Tensor:
         of_p = (self.stored + self.unit * (1 + _finite(score.detach().abs()))) * self.signs(p)
         of_dp, of_delta = self.unit * self.signs(p), self.stored * self.signs(p[..., :1])
+        out = out if self.narrow is None else self.narrow.output(out, p, weights, v, score)
         moved = out + ((weights * self.stored * self.signs(p)).to(v.dtype) @ v).detach()
         return _DisturbedOutput.apply(moved, p, weights, v, score, of_p, of_dp, of_delta)
 

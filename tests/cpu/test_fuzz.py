@@ -57,6 +57,14 @@ def test_larger_calls_in_their_own_tiles(round_: int) -> None:
 
 
 @pytest.mark.parametrize("round_", range(ROUNDS))
+def test_calls_of_8_bits_with_scales_of_every_shape(round_: int) -> None:
+    draw = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:8 bits:{round_}")
+    space = Space(layouts=("dense", "varlen", "paged"), eight_bits=True, gradients=False)
+    for _ in range(CASES // 2):
+        held_to_the_tolerance(draw.randrange(2**31), space)
+
+
+@pytest.mark.parametrize("round_", range(ROUNDS))
 def test_parts_of_calls_by_offsets(round_: int) -> None:
     draw, found = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:parts:{round_}"), 0
     for seed in (draw.randrange(2**31) for _ in range(CASES // 2)):
