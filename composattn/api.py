@@ -191,9 +191,9 @@ class Attention(Pinned):
 
     def explain(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Given,
+        k: Given,
+        v: Given,
         *,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
@@ -202,11 +202,17 @@ class Attention(Pinned):
         """What a call with these inputs computes and how: formulas, dependence classes, plan, tiles, FLOPs.
 
         Returns an object that prints as text. `emulate` adds instruction counts of the emulated kernel to dense calls.
-        The lengths of `varlen` and `paged` are read, which waits for the device.
+        The lengths of `varlen` and `paged` are read, which waits for the device. Scales of 8 bits: as `ca.Quantized`.
         """
         from .explain import explain
 
-        return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
+        if not (isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized)):
+            return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
+        (score, mask, sink, keep, _), options = self._state
+        call = in_eight_bits((q, k, v), (None,) * 3, None, (varlen, paged), score, options[0])
+        score = None if call.score_mod is None else Score.of(call.score_mod)
+        attn = Pinned((score, mask, sink, keep, call.values), options)
+        return explain(attn, Inputs(call.q, call.k, call.v, varlen, paged), emulate=emulate)
 
     def __repr__(self) -> str:
         score, mask = self.names

@@ -25,7 +25,7 @@ from .graph.philox import factor_of
 from .mods.mask import ALL, Mask
 
 if TYPE_CHECKING:
-    from .api import Attention
+    from .dispatch.pinned import Pinned
 
 TILE = (128, 128)  # of the tile counts shown; kernels have their own, named in the plan
 
@@ -72,7 +72,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explanation:
+def explain(attn: Pinned, inputs: Inputs, *, emulate: bool = False) -> Explanation:
     """The explanation of a call: plans and compiles nothing; of the tensors it reads the sequences' lengths.
 
     Backends that plan with no GPU are explained with CPU tensors too, as their GPU would run the call.
@@ -92,6 +92,7 @@ def explain(attn: Attention, inputs: Inputs, *, emulate: bool = False) -> Explan
         ("mask", "all pairs" if program.mask is None else formula(program.mask, names)),
         ("sinks", "" if program.sink is None else formula(program.sink, names)),
         ("dropout", "" if program.keep is None else f"weights times {factor_of(program.keep):.6g}, or 0"),
+        ("values", "" if program.values is None else f"v times {formula(program.values, names)}"),
         ("captured", "; ".join(f"{name} {what}" for name, what in names.legend().items())),
         ("classes", _classes(program, names)),
         ("gradient", _gradient(program, names)),
@@ -147,16 +148,14 @@ def _call(problem: Problem, lengths: Lengths, scale: float | None) -> str:
     p = problem
     heads = f"{p.q_heads} heads" if p.group == 1 else f"{p.q_heads} query heads on {p.kv_heads} key/value heads"
     dims = f"D {p.head_dim}" if p.head_dim == p.head_dim_v else f"D {p.head_dim}, Dv {p.head_dim_v}"
+    types = " ".join(str(t).removeprefix("torch.") for t in dict.fromkeys((p.dtype, *p.keys)))
     if p.layout.is_dense:
         where = f"batch {p.batch}, {heads}, {p.q_len} queries x {p.kv_len} keys"
     else:
         queries, keys = (f"{min(ns)} to {max(ns)}" for ns in zip(*lengths, strict=True))
         pages = f" in pages of {p.layout.page_size}" if p.layout.kv == "paged" else ""
         where = f"{p.batch} sequences, {heads}, {queries} {p.layout.q} queries x {keys} {p.layout.kv} keys{pages}"
-    return (
-        f"{where}, {dims}, {str(p.dtype).removeprefix('torch.')} on {p.device}; "
-        f"scale {softmax_scale(scale, p.head_dim):.6g}"
-    )
+    return f"{where}, {dims}, {types} on {p.device}; scale {softmax_scale(scale, p.head_dim):.6g}"
 
 
 def _classes(program: Program, names: Names) -> str:

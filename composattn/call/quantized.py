@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.sizes import surely
 from ..mods.score import Score
 from ..mods.values import Values
 from .eight_bits import EIGHT_BITS, Quantized
@@ -54,7 +55,7 @@ def in_eight_bits(
     before = [] if k.scale is None else [(of_k, k.scale)]
     behind = [] if q.scale is None else [(of_q, q.scale)]
     shift = None
-    if k.mean is not None:
+    if k.mean is not None and not surely(queries.numel() == 0):
         shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries, k.mean)
     read = scaled_scores(before, shift, behind)
     if read is not None:
@@ -97,6 +98,8 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
         raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")
     if name == "v" and scale.requires_grad and torch.is_grad_enabled():
         raise errors.GradientUnsupported("v_scale has no gradient; pass v_scale.detach(), or multiply v by it before")
+    if surely(scale.numel() == 0):
+        return None  # of no rows
     return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
 
 
