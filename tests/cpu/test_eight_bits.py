@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 import composattn as ca
 from composattn import errors
 from composattn.mods import alibi, causal, sliding_window, softcap
-from composattn.testing import make_paged_case, make_varlen_case
+from composattn.testing import Case, check, make_paged_case, make_varlen_case
+from tests.rooms import ROOT
 from tests.support import outlier_normal
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -286,6 +289,15 @@ def test_a_call_of_the_same_form_plans_nothing_again(monkeypatch: pytest.MonkeyP
     assert torch.equal(ca.attention(q, k, v, k_scale=one, v_scale=other, **MODS), first)
 
 
+def test_explain_says_which_entry_of_a_scale_is_read() -> None:
+    q, k, v = (drawn(B, h, S, D, seed=n, dtype=torch.bfloat16) for n, h in enumerate((HQ, H, H)))
+    made = ca.quantize(q, k, v, scale="block", block=16, center=False)
+    said = str(ca.Attention(mask_mod=causal(), score_mod=softcap(30.0)).explain(*made))
+    assert "bfloat16 float8_e4m3fn on cpu" in said
+    assert "30·tanh(s·t0[b, h // 2, kv // 16, 0]·t1[b, h, q // 16, 0] / 30)" in said
+    assert "v times t2[b, h // 2, kv // 16, 0]" in said
+
+
 def test_vmap_maps_over_tensors_of_8_bits_and_their_scales() -> None:
     q = drawn(3, B, HQ, S, D, dtype=torch.bfloat16)
     k, v = bytes_of(B, H, S, D, seed=1), bytes_of(B, H, S, DV, seed=2)
@@ -391,3 +403,61 @@ def test_what_cannot_be_meant_is_refused_by_name() -> None:
     paged = ca.Paged(torch.tensor([[1, 0]], dtype=torch.int32), 16, torch.zeros(1, dtype=torch.int32))
     with refused(errors.UnsupportedOption, "one of each row"):
         paged.append(cache, cache, drawn(1, H, 1, D), drawn(1, H, 1, D))
+
+
+# --- the tolerance rule ------------------------------------------------------------------------------------------
+
+
+def kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offset: float = 8.0, lag: float = 0.0, **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel for 8 bits computes: P rounded to e4m3 at 2^offset by a maximum that is `lag` behind, fp32 sums."""
+    q_scale, k_scale, v_scale = (given[name].unsqueeze(-1).unsqueeze(-1) for name in ("q_scale", "k_scale", "v_scale"))
+    scores = (q.double() @ k.double().mT) * q_scale * k_scale * q.shape[-1] ** -0.5
+    top = scores.amax(-1, keepdim=True) - lag * 0.6931471805599453
+    p = torch.exp(scores - top) * 2.0**offset
+    total = p.sum(-1, keepdim=True)
+    out = (p.clamp(max=448).to(E4M3).double() @ v.double()) * v_scale / total
+    return out.to(given["out_dtype"]), torch.logsumexp(scores, -1).float()
+
+
+def eight_bit_case(spread: float = 1.0, mean: float = 0.0) -> Case:
+    q, k, v = (drawn(B, 2, 200, 64, seed=n) for n in range(3))
+    made = ca.quantize(spread * q, k, v + mean, center=False, power_of_two=False)
+    of = tuple(x.scale[:, :, 0, 0] for x in made if x.scale is not None)
+    return Case(*(x.data for x in made), scales=of, out_dtype=torch.bfloat16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [eight_bit_case(), eight_bit_case(6.0), eight_bit_case(1.0, 1.0)], ids=str)
+def test_the_rule_takes_what_rounding_p_to_8_bits_costs(case: Case) -> None:
+    check(kernel, case)
+    check(ca.attention, case)
+    check(lambda *t, **how: kernel(*t, **how, offset=4.0, lag=4.0), case)  # 8 + 0 and 4 + 4 bits fit into e4m3's 8.8
+
+
+def test_the_rule_finds_what_is_lost_beyond_that() -> None:
+    case = eight_bit_case()
+    with pytest.raises(AssertionError, match="out is off"):  # P above 448 is cut, without a word
+        check(lambda *t, **how: kernel(*t, **how, lag=2.0), case)
+    q_scale, k_scale, v_scale = case.scales
+    other = dataclasses.replace(case, scales=(q_scale, k_scale * torch.tensor([1.0, 1.1]), v_scale))
+    for scales_of_others in ((q_scale, other.scales[1], v_scale), (q_scale, k_scale, 1.05 * v_scale)):
+        names = ("q_scale", "k_scale", "v_scale")
+        wrong = dict(zip(names, scales_of_others, strict=True))
+        with pytest.raises(AssertionError, match="is off"):
+            check(lambda *t, wrong=wrong, **how: ca.attention(*t, **{**how, **wrong}), case)
+
+
+def test_the_page_shows_the_figures_of_the_run() -> None:
+    from benchmarks.eight_bits import tables
+
+    kept = json.loads((ROOT / "benchmarks/results/eight-bits/cpu.json").read_text())["rows"]
+    page = (ROOT / "docs/eight_bits.md").read_text()
+    assert all(table in page for table in tables(kept))
+
+
+def test_the_rotation_leaves_less_than_half_of_the_error_that_outliers_make() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/eight-bits/cpu.json").read_text())["rows"]
+    found = {row["impl"]: row["rmse"] for row in rows if row["row"] == "D128 8192 keys outliers"}
+    for way in ("per head, Hadamard, centered", "per head, Hadamard, centered, and P"):
+        assert found[way] < min(1e-2, 0.5 * found["per head"])
