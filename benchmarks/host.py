@@ -41,6 +41,7 @@ from benchmarks.implementations import BARE, FLOOR, OURS  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import save, show  # noqa: E402
 from benchmarks.timing import Timing, host_stopwatch, interleaved  # noqa: E402
+from composattn.backends.fused.running import launch_backward  # noqa: E402
 from composattn.backends.fused.running.launch import ForwardLauncher  # noqa: E402
 from composattn.backends.fused.running.launch_backward import BackwardLauncher  # noqa: E402
 from composattn.mods import alibi, causal, document, softcap  # noqa: E402
@@ -198,21 +199,31 @@ _Bare._backward_cls.apply = _Bare.backward  # type: ignore[attr-defined]
 @contextlib.contextmanager
 def _recorded(forward: list[Launch], backward: list[Launch]) -> Iterator[None]:
     """Inside, launches are noted: kernels with their arguments."""
-    ahead, back = ForwardLauncher.launch, BackwardLauncher._launch
+    module: Any = launch_backward
+    ahead, back, made = ForwardLauncher.launch, BackwardLauncher.launch, module.launches
 
     def launch(self: ForwardLauncher, *given: Any) -> None:
         forward.append((self.kernel, given))
         ahead(self, *given)
 
-    def launch_back(self: BackwardLauncher, *groups: Any) -> None:
-        backward.extend(zip(self.kernels(), groups, strict=False))
-        back(self, *groups)
+    def noted(kernel: Any) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            backward.append((kernel, given))
+            kernel(*given)
 
-    ForwardLauncher.launch, BackwardLauncher._launch = launch, launch_back  # type: ignore[method-assign,assignment]
+        return call
+
+    def launches(*kernels: Any, pieces_of: Any) -> Callable[..., None]:
+        return made(*[kernel and noted(kernel) for kernel in kernels], pieces_of=pieces_of)
+
+    ForwardLauncher.launch = launch  # type: ignore[method-assign,assignment]
+    # made anew at each launch, whatever a launcher has made before
+    BackwardLauncher.launch, module.launches = property(back.func), launches  # type: ignore
     try:
         yield
     finally:
-        ForwardLauncher.launch, BackwardLauncher._launch = ahead, back  # type: ignore[method-assign]
+        ForwardLauncher.launch = ahead  # type: ignore[method-assign]
+        BackwardLauncher.launch, module.launches = back, made  # type: ignore
 
 
 def timed(rounds: int, device: torch.device, cores: int, only: str) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +23,9 @@ from composattn.backends.fused.planning.arguments import (
     PreprocessArguments,
     TensorForm,
 )
+from composattn.backends.fused.running.backward_kernels import launches
 from composattn.backends.fused.running.call import FusedCall
+from composattn.backends.fused.running.launch import ForwardLauncher
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document
@@ -53,6 +58,23 @@ def check(form: Any, given: Any, sizes: dict[str, int]) -> None:
     else:
         for part, value in zip(form, given, strict=True):
             check(part, value, sizes)
+
+
+CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
+    "self.launch": (ForwardLauncher.fill, ForwardArguments),
+    "before": (launches, PreprocessArguments),
+    "main": (launches, MainArguments),
+    "after": (launches, PostprocessArguments),
+    "gather": (launches, GatherArguments),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLED)
+def test_a_kernel_is_called_in_one_place_in_the_order_of_its_record(kernel: str) -> None:
+    where, record = CALLED[kernel]
+    calls = [n for n in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(where)))) if isinstance(n, ast.Call)]
+    (found,) = [[ast.unparse(a) for a in call.args] for call in calls if ast.unparse(call.func) == kernel]
+    assert found == list(record._fields)
 
 
 class Attention(ca.Attention):

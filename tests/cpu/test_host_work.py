@@ -287,7 +287,8 @@ def test_what_is_written_to_borrowed_tensors_is_seen_by_every_kernel(name: str, 
             record = {len(ForwardArguments._fields): ForwardArguments, 15: MainArguments}.get(len(arguments))
             if record is not None:
                 known = record(*read_of(plan, arguments))
-                given.extend(t.clone() for t in (known.work, *(known.captured or ())) if t is not None)
+                table = known.work if record is ForwardArguments else known.key_tiles
+                given.extend(t.clone() for t in (table, *(known.captured or ())) if t is not None)
 
         return launch
 
@@ -319,7 +320,7 @@ def test_a_gradient_of_sinks_gives_the_kernels_of_a_dense_call_no_table(learned:
         out = ca.attention(*x.qkv, sinks=x.sinks.requires_grad_(learned))
         torch.autograd.grad(out, (*x.qkv, x.sinks) if learned else x.qkv, x.dout)
     before, after = PreprocessArguments(*given[9]), PostprocessArguments(*given[6])
-    assert before.work is after.work is None
+    assert before.query_tiles is after.query_tiles is None
     assert (before.sinks is not None) == (after.sinks is not None) == learned
 
 

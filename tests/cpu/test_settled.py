@@ -268,7 +268,7 @@ def drawn(seed: int) -> torch.Tensor:
 def read_by(given: Given) -> list[torch.Tensor]:
     """What a backward's main kernel read of masks, as it was then."""
     (main,) = (MainArguments(*arguments) for arguments in given if len(arguments) == len(MainArguments._fields))
-    return [main.work, *main.captured]
+    return [main.key_tiles, *main.captured]
 
 
 BETWEEN: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]] = {

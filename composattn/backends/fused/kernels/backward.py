@@ -155,13 +155,13 @@ class Backward(Kernel, Generic[AnyTiling]):
         entries, kv_rows = mK.shape[3], mK.shape[0]
         if isinstance(keys, StripRows):
             q_rows, entries, kv_rows = queries.length, entries * keys.count, keys.length
-        if given.work is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
+        if given.key_tiles is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
             q_rows = q_rows * (entries if isinstance(keys, StripRows) else given.q.shape[0])
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
         # with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle
         tiles = 3 * self.plan.target.sms // 2 // tiling.sharing
         sections = Sections(q_bytes, tiling.l2, tiling.heads_together, tiles, tiling.heads_at_last or None)
-        return TileScheduler.of(given.work, kv_rows, tiling.tile_n, entries, kv_heads, kv_heads, sections)
+        return TileScheduler.of(given.key_tiles, kv_rows, tiling.tile_n, entries, kv_heads, kv_heads, sections)
 
     @cute.kernel
     def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, work):

@@ -24,9 +24,9 @@ from ..planning.plan_backward import backward_of
 from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
+from .backward_kernels import SinkGradient
 from .gradient import FusedGradient
 from .launch import ForwardLauncher
-from .launch_backward import SinkGradient
 from .settled import Settled, settles
 
 

@@ -36,7 +36,8 @@ from ..compiling.compile import compile_plan
 from ..planning.plan_backward import SinkForm, backward_of
 from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
-from .launch_backward import BackwardLauncher, SinkGradient, Tables
+from .backward_kernels import SinkGradient, Tables
+from .launch_backward import BackwardLauncher
 
 NOTHING: frozenset[Capture] = frozenset()
 

@@ -18,6 +18,7 @@ from ..planning.plan_backward import COUNTER, BackwardPlans
 from ..rewrites.strips import KeyParts
 from ..tiles.stretches import most_places
 from ..tiles.work import StretchTables
+from .backward_kernels import Kernel, SinkGradient, Tables, launches
 from .bulk import copyable
 from .captured import Reads
 from .launch import memory_like
@@ -44,10 +45,7 @@ class _Sizes(NamedTuple):
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
 NO_TABLES: Tables = None, None
-SinkGradient = tuple[torch.Tensor, torch.Tensor]  # sinks, and memory for their gradient
-Kernel = Callable[..., Any]
 
 
 class BackwardLauncher:
@@ -94,6 +92,12 @@ class BackwardLauncher:
     @cached_property
     def gather(self) -> Kernel | None:
         return None if self.plans.gather is None else self.kernel_of(self.plans.gather)
+
+    @cached_property
+    def launch(self) -> Callable[..., None]:
+        """Launches them all on the current device, see `launches`."""
+        pieces_of = None if self.plans.main.cut is None else self.pieces
+        return launches(self.preprocess, self.main, self.postprocess, self.gather, pieces_of=pieces_of)
 
     def kernels(self) -> list[Kernel]:
         """All that it launches, made now."""
@@ -175,39 +179,26 @@ class BackwardLauncher:
         tables: Tables | None = None,
     ) -> None:
         """Launches the backward of queries and keys that TMA can read as they are, into gradients that are there."""
-        rows = keys = None
         if self.reads_captured_alone:
-            reads: tuple[torch.Tensor, ...] = tuple(captured)
+            reads, tables = captured, NO_TABLES
         elif self.reads_nothing:
-            reads = ()
+            reads, tables = (), NO_TABLES
         elif tables is not None:
-            reads, (rows, keys) = self.reads.given(captured) if self.reads.has_numbers else tuple(captured), tables
+            reads = self.reads.given(captured) if self.reads.has_numbers else captured
         else:
-            reads, (rows, keys) = self._read(q, k, captured, scalars, sequences, made)
+            reads, tables = self._read(q, k, captured, scalars, sequences, made)
         lie = None if self.is_dense else sequences
         sizes = self.sizes
         if sizes is None or sizes.of != q.shape or not self.is_dense:
-            sizes = self._sizes_of(q, sequences, rows)
+            sizes = self._sizes_of(q, sequences, tables[0])
         memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
-        workspace, dq_accum = memory
-        turns = torch.zeros(sizes.turns, dtype=torch.int32, device=q.device) if sizes.turns else None
-        sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
-        pieces = None if self.plans.main.cut is None else self.pieces(dk, keys)
-        given = (
-            # each in the order of its record: one made by name takes 0.5 to 1 µs more
-            (out, dout, lse, dlse if self.has_dlse else None, workspace, dq_accum, lie, rows, sinks),
-            (
-                *(q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns),
-                *(scale, lie, keys, reads or None, tuple(scalars) or None),
-            ),
-            (dq_accum, dq, scale, lie, rows, sinks),
-            (pieces, dk, dv, lie),
-        )
+        dlse = dlse if self.has_dlse else None
+        given = (scale, reads, scalars, lie, tables, memory, sizes.turns, of_sinks)
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            self._launch(*given)
+            self.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv, *given)
         else:
             with torch.cuda.device(q.device):
-                self._launch(*given)
+                self.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv, *given)
         if place is not None:
             kept[place] = memory
 
@@ -235,16 +226,6 @@ class BackwardLauncher:
             self._tidy_strides.clear()
         self._tidy_strides.update(t.stride() for t in found)
         return found
-
-    def _launch(
-        self, before: tuple[Any, ...], given: tuple[Any, ...], after: tuple[Any, ...], gathered: tuple[Any, ...]
-    ) -> None:
-        """`PreprocessArguments`, `MainArguments`, `PostprocessArguments`, `GatherArguments`, in their order."""
-        self.preprocess(*before)
-        self.main(*given)
-        self.postprocess(*after)
-        if self.gather is not None:
-            self.gather(*gathered)
 
     def _work(
         self,

@@ -22,9 +22,9 @@ from ....call.strides import strides_of_ordered
 from ....graph.borrowed import Borrowed
 from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
+from .backward_kernels import SinkGradient
 from .bulk import tidy
 from .launch import ForwardLauncher, form_alone, rows_of
-from .launch_backward import SinkGradient
 from .short_backward import Memory, Short, short_backward
 
 if TYPE_CHECKING:

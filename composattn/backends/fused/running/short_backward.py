@@ -14,7 +14,8 @@ import torch
 
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....graph.borrowed import Borrowed
-from .launch_backward import BackwardLauncher, Gradients, SinkGradient
+from .backward_kernels import SinkGradient
+from .launch_backward import NO_TABLES, BackwardLauncher, Gradients
 from .scratch import kept
 
 Memory = Callable[[torch.Tensor], torch.Tensor]
@@ -29,19 +30,18 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
     that stands, and sinks with memory for their gradient. It gives None where it can't serve: on another device, while
     a CUDA graph is recorded, and where tables have to be made again.
     """
-    plan, reads, standing, sizes = launcher.plans.main, launcher.reads, launcher.standing, launcher.sizes
+    reads, standing, sizes = launcher.reads, launcher.standing, launcher.sizes
     if sizes is None or sizes.of != q.shape or sizes.scratch is None:
         return None
     if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
         return None
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
-    before, kernel, after, gather = launcher.preprocess, launcher.main, launcher.postprocess, launcher.gather
+    launch, turns_of = launcher.launch, sizes.turns
     like_q, like_k, like_v = like
     parts = launcher.key_parts
     if parts is not None:
         like_k = like_v = parts.memory
     taken, number = sizes.scratch.taken, sizes.scratch.number
-    turns_of, pieces_of = sizes.turns, None if plan.cut is None else launcher.pieces
     device = device_number(q.device) if has_streams(q.device) else None
 
     def run(
@@ -63,12 +63,11 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
             stream = torch._C._cuda_getCurrentRawStream(device)
             if is_captured(stream):
                 return None
-        rows = keys = None
+        tables = NO_TABLES
         if standing is not None:
             tables = standing.found(borrowed, stream)
             if tables is None:
                 return None
-            rows, keys = tables
         if nothing:
             captured = ()
         elif has_numbers:
@@ -77,18 +76,11 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         memory = kept.pop(place, None)  # as `Scratch.taken`, without the call
         if memory is None:
             memory, place = taken(stream or 0)
-        workspace, sums = memory
-        turns = None if turns_of is None else torch.zeros(turns_of, dtype=torch.int32, device=q.device)
-        sinks = None if of_sinks is None else (of_sinks[0], workspace, of_sinks[1])
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        pieces = None if pieces_of is None else pieces_of(dk, keys)
-        read, told = tuple(captured) or None, tuple(numbers) or None
-        # each in the order of its record
-        before(out, dout, lse, None, workspace, sums, None, rows, sinks)
-        kernel(q, k, v, dout, workspace, sums, dk, dv, pieces, turns, scale, None, keys, read, told)
-        after(sums, dq, scale, None, rows, sinks)
-        if gather is not None:
-            gather(pieces, dk, dv, None)
+        launch(
+            q, k, v, out, lse, dout, None, dq, dk, dv,
+            scale, captured, numbers, None, tables, memory, turns_of, of_sinks,
+        )  # fmt: skip
         if place is not None:
             kept[place] = memory
         return (dq, dk, dv) if parts is None else (dq, parts.joined(dk, k), parts.joined(dv, v))

@@ -66,8 +66,8 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         box = in_copies(queries, self.rows, tiling.d)
         tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
         sinks = SinkSums.of(self.plan, given)
-        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.work, sinks).launch(
-            grid=self.blocks(given.dq_accum, given.work).grid,
+        self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.query_tiles, sinks).launch(
+            grid=self.blocks(given.dq_accum, given.query_tiles).grid,
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,

@@ -45,7 +45,7 @@ class Preprocess(Kernel):
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
         queries, _ = rows_of(self.plan.layout, given.out, given.out, given.sequences)
-        out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.work
+        out, dout, dq_accum, work = given.out, given.dout, given.dq_accum, given.query_tiles
         if const_expr(not self.plan.layout.is_dense):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)

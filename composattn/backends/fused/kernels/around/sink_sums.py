@@ -39,7 +39,7 @@ class SinkSums(Bundle):
             return None
         (sinks, workspace, gradient), tiling = given.sinks, plan.tiling
         where = workspace, COUNTER, given.dq_accum, tiling.tile_m, tiling.flags(given.dq_accum.shape[2])
-        shares = shares_of(*where, cute.size(sinks), given.work)
+        shares = shares_of(*where, cute.size(sinks), given.query_tiles)
         return SinkSums(sinks, shares, gradient, plan.sinks.by_sequence)
 
     # --- in the kernel before: a block per tile of queries and head ------------------------------------------
