@@ -62,7 +62,7 @@ durations: $(VENV)/.test
 
 reached: $(VENV)/.test
 	$(SAY) 'which files each test uses, for tests/reached.json'
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal --record-reached
+	$(PY) -m tests.reached $(FILES)
 
 bench: $(VENV)/.bench
 	$(PY) benchmarks/run.py $(ARGS)

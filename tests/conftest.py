@@ -51,7 +51,7 @@ for profile in ("fixed", "random"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="a number, the same inputs at each run; or random, others at each run")
     parser.addoption("--record-durations", action="store_true", help="keep what each test took in tests/durations.json")
-    parser.addoption("--record-reached", action="store_true", help="keep what each test uses in tests/reached.json")
+    parser.addoption("--record-reached", metavar="FILE", help="write what each test uses, see tests/reached.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,18 +150,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
         durations.keep(TAKEN)
     if recorder := session.config.stash.get(RECORDER, None):
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["reached"] = {name: sorted(files) for name, files in recorder.used.items()}
-        else:
-            reached.keep(recorder.used)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A worker of a parallel run hands what it recorded to the session that began it."""
-    if recorder := node.config.stash.get(RECORDER, None):
-        for name, files in node.workeroutput.get("reached", {}).items():
-            recorder.used.setdefault(name, set()).update(files)
+        reached.keep(recorder.used, Path(session.config.getoption("--record-reached")))
 
 
 def pytest_collection_finish() -> None:
