@@ -2,13 +2,15 @@
 
 A file of tests is one of them if it uses a changed file, as `reached.json` has it; or uses one that imports data from
 it: a constant, or a class, whose fields count where no method runs. An import counts wherever it stands, inside of
-functions too. What the record does not know is asked from imports alone: a file of tests with none, which then uses all
-that it imports, and a changed file that is new or has moved, which then all use that use what imports it.
+functions too. What the record does not know is asked from the sources alone. A file of tests that it lacks uses all that
+it imports, and everything where it opens files or starts programs. A changed file that is new or has moved is used by
+who uses what imports it.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -18,6 +20,7 @@ from tests import reached
 from tests.rooms import ROOT, File
 
 FOLDERS = ("composattn", "tests", "benchmarks", "docs", "recipes")
+ANYTHING = re.compile(r"\b(ROOT|__file__|subprocess|runpy|import_module)\b")  # of files that no import names
 ALL = ("tests/conftest.py", "tests/support.py", "pyproject.toml")  # what every test runs with
 
 
@@ -79,6 +82,9 @@ class Tree:
         used = {name.id for node in made for name in ast.walk(_outside(node)) if isinstance(name, ast.Name)}
         return bool(taken) and (handed_on or bool(used & taken))
 
+    def opens_files(self, path: str) -> bool:
+        return ANYTHING.search(self.files[path].source) is not None
+
     def closure(self, path: str) -> set[str]:
         """All that a file imports, and what these import."""
         found, waiting = {path}, [path]
@@ -116,7 +122,8 @@ def affected(changed: Iterable[str], tree: Tree, record: Mapping[str, set[str]])
     return [
         test
         for test in tree.tests
-        if test in changed or used & (record[test] if test in record else tree.closure(test))
+        if test in changed
+        or (used & record[test] if test in record else tree.opens_files(test) or used & tree.closure(test))
     ]
 
 

@@ -55,6 +55,12 @@ def test_a_test_that_was_never_recorded_uses_all_that_it_imports() -> None:
     assert len(affected.affected(["composattn/limits.py"], TREE, {})) == 3
 
 
+def test_one_that_opens_files_and_was_never_recorded_may_use_any() -> None:
+    tree = Tree({"tests/test_pages.py": 'from tests.rooms import ROOT\ntext = (ROOT / "README.md").read_text()\n'})
+    assert affected.affected(["README.md"], tree, {}) == ["tests/test_pages.py"]
+    assert affected.affected(["README.md"], tree, {"tests/test_pages.py": set()}) == []
+
+
 def test_a_file_that_is_new_is_used_by_who_uses_what_imports_it() -> None:
     record = RECORD | {"tests/test_small.py": {"tests/test_small.py", "composattn/small.py", "composattn/calls.py"}}
     assert affected.affected(["composattn/twice.py"], TREE, record) == ["tests/test_calls.py", "tests/test_small.py"]
