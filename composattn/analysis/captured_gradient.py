@@ -10,6 +10,8 @@ derivative has one.
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,23 +74,22 @@ def _fused(leaf: Expr, d: Expr, slope: Expr) -> FusedRead | None:
     return FusedRead(leaf, pattern, d, d)
 
 
+# by whether positions change with q, and with kv
+_ALONG = {(False, False): Pattern.HEAD, (True, False): Pattern.ROW, (False, True): Pattern.COLUMN}
+
+
 def pattern_of(leaf: Expr) -> Pattern | None:
     """The pattern of a read's positions, None where none of them fits."""
-    deps = 0
-    for a in leaf.args:
-        deps |= a.deps
+    deps = functools.reduce(operator.or_, (a.deps for a in leaf.args), 0)
     if deps & Dep.SCORE:
         return None  # anywhere, and the score is gone when sums are made
-    rows, columns = bool(deps & Dep.Q), bool(deps & Dep.KV)
-    if not columns:
-        return Pattern.ROW if rows else Pattern.HEAD
-    if not rows:
-        return Pattern.COLUMN
+    along = bool(deps & Dep.Q), bool(deps & Dep.KV)
+    if along != (True, True):
+        return _ALONG[along]
     if all(map(follows_distance, leaf.args)):
         return Pattern.DISTANCE
-    forms = [slopes(a) for a in leaf.args]
-    apart = any(f and f[0] and not f[1] for f in forms) and any(f and f[1] and not f[0] for f in forms)
-    return Pattern.PAIR if apart else None
+    moves = {(bool(f[0]), bool(f[1])) for a in leaf.args if (f := slopes(a))}
+    return Pattern.PAIR if {(True, False), (False, True)} <= moves else None
 
 
 def follows_distance(node: Expr) -> bool:

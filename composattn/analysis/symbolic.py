@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ..graph.expr import Capture, DType, Expr, captures, scalars, score, walk
@@ -191,42 +192,55 @@ def _extreme(node: Expr, done: dict[Expr, tuple[str, int]], names: Names) -> tup
 
 def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, int]:
     """The text of a node and how tightly it binds."""
-    op = node.op
-    if op == "const":
+    inner = [text for text, _ in args]
+    if node.op == "const":
         return _number(node), _ATOM if node.dtype is DType.BOOL or node.attr >= 0 else 9
-    if op == "index":
-        return _LENGTHS.get(node.attr, node.attr), _ATOM
-    if op == "score":
-        return "s", _ATOM
-    if op == "scalar":
-        return names.scalar(node.attr), _ATOM
-    if op == "size":
-        return f"{names.tensor(node.attr)}.size({args[0][0]})", _ATOM
-    if op == "read":
-        name = names.tensor(node.attr)
-        return (f"{name}[{', '.join(text for text, _ in args)}]" if args else name), _ATOM
-    if op in _INFIX:
-        sign, binding = _INFIX[op]
-        # 32·(q // 32), not 32·q // 32, which would be q
-        whole = [op == "mul" and a.op in ("floordiv", "mod") for a in node.args]
-        left = _inside(args[0], binding + (op in ("pow",) or _INFIX[op][1] == 5 or whole[0]))
-        right = _inside(args[1], binding + ((op not in _ASSOCIATIVE and op != "pow") or whole[1]))
-        return f"{left}{sign}{right}" if op in ("mul", "pow") else f"{left} {sign} {right}", binding
-    if op == "neg":
-        return f"-{_inside(args[0], 9)}", 9
-    if op == "not":
-        return f"~{_inside(args[0], 9)}", 9
-    if op == "abs":
-        return f"|{args[0][0]}|", _ATOM
+    if node.op in _TEXT_OF:
+        return _TEXT_OF[node.op](node, inner, names), _ATOM
+    if node.op in _INFIX:
+        return _infix(node, args)
+    if node.op in _PREFIX:
+        return f"{_PREFIX[node.op]}{_inside(args[0], 9)}", 9
+    if node.op == "abs":
+        return f"|{inner[0]}|", _ATOM
+    shown = _stands_for(node)
+    return args[shown] if shown is not None else (f"{_CALLED.get(node.op, node.op)}({', '.join(inner)})", _ATOM)
+
+
+def _read_text(node: Expr, inner: list[str], names: Names) -> str:
+    name = names.tensor(node.attr)
+    return f"{name}[{', '.join(inner)}]" if inner else name
+
+
+_TEXT_OF: dict[str, Callable[[Expr, list[str], Names], str]] = {
+    "index": lambda node, inner, names: _LENGTHS.get(node.attr, node.attr),
+    "score": lambda node, inner, names: "s",
+    "scalar": lambda node, inner, names: names.scalar(node.attr),
+    "size": lambda node, inner, names: f"{names.tensor(node.attr)}.size({inner[0]})",
+    "read": _read_text,
+}
+_PREFIX = {"neg": "-", "not": "~"}
+
+
+def _infix(node: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
+    op, (sign, binding) = node.op, _INFIX[node.op]
+    # 32·(q // 32), not 32·q // 32, which would be q
+    whole = [op == "mul" and a.op in ("floordiv", "mod") for a in node.args]
+    left = _inside(args[0], binding + (op == "pow" or binding == 5 or whole[0]))
+    right = _inside(args[1], binding + ((op not in _ASSOCIATIVE and op != "pow") or whole[1]))
+    return f"{left}{sign}{right}" if op in ("mul", "pow") else f"{left} {sign} {right}", binding
+
+
+def _stands_for(node: Expr) -> int | None:
+    """The argument that a reader takes a node for: casts that keep the number, bounds that keep reads inside."""
+    op = node.op
     if op == "cast_float" or (op == "cast_int64" and node.args[0].dtype.is_integer):
-        return args[0]
+        return 0
     if op == "cast_int32" and _is_clamp(node.args[0]):  # `linear.finish`
-        return args[0]
+        return 0
     if op in ("clamp_min", "clamp_max") and _is_clamp(node):
-        return args[0]
-    if is_guarded(node):
-        return args[2]
-    return f"{_CALLED.get(op, op)}({', '.join(text for text, _ in args)})", _ATOM
+        return 0
+    return 2 if is_guarded(node) else None
 
 
 def _is_clamp(node: Expr) -> bool:

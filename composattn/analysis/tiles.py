@@ -72,18 +72,21 @@ _MORE_CELLS = 4  # times as many cells as tiles are worth it, and
 _FEW_CELLS = 2**18  # that many always
 
 
+def _divisors(mask: Expr, dep: Dep, other: Dep) -> set[int]:
+    """Constants that positions are divided by; quotients by negative numbers change one position further on."""
+    quotients = (n for n in walk(mask) if n.op in ("floordiv", "mod") and n.dtype.is_integer)
+    divided = (n for n in quotients if n.deps & dep and not n.deps & other)
+    return {int(n.args[1].attr) for n in divided if n.args[1].is_const and n.args[1].attr > 0}
+
+
 def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> tuple[int | None, int | None]:
     """Where to cut tiles so that rows of a grid (q // n, q % n) are seen apart: the finest n that is not too fine."""
     cuts: list[int | None] = []
     counts = [-(-length // size) for length, size in zip((q_len, kv_len), tile, strict=True)]
     limit = max(_FEW_CELLS, _MORE_CELLS * counts[0] * counts[1])
     for which, (dep, other, length) in enumerate(((Dep.Q, Dep.KV, q_len), (Dep.KV, Dep.Q, kv_len))):
-        quotients = (n for n in walk(mask) if n.op in ("floordiv", "mod") and n.dtype.is_integer)
-        divided = (n for n in quotients if n.deps & dep and not n.deps & other)
-        # quotients by negative numbers change one position further on
-        found = {int(n.args[1].attr) for n in divided if n.args[1].is_const and n.args[1].attr > 0}
         cut = None
-        for n in sorted(found):
+        for n in sorted(_divisors(mask, dep, other)):
             cells = counts[which] + length // n
             if tile[which] % n and n % tile[which] and cells * counts[1 - which] <= limit:
                 cut = n

@@ -57,6 +57,15 @@ def merge_weights(lses: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tor
     return [share / total for share in shares], (top + total.log()).masked_fill(none, -math.inf)
 
 
+def _check_alike(name: str, of: list[torch.Tensor]) -> None:
+    """Whether all parts have one floating-point dtype, and lie on one device."""
+    dtypes, devices = {t.dtype for t in of}, {t.device for t in of}
+    if len(dtypes) > 1 or not of[0].is_floating_point():
+        raise DTypeMismatch(f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype")
+    if len(devices) > 1:
+        raise DeviceMismatch(f"{name} lies on {', '.join(map(str, devices))}; move the parts to one device with .to()")
+
+
 def _checked(parts: list[tuple[torch.Tensor, ...]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if not parts:
         raise InvalidArgument("there is no part to merge; give at least one (out, lse)")
@@ -65,21 +74,15 @@ def _checked(parts: list[tuple[torch.Tensor, ...]]) -> tuple[list[torch.Tensor],
             kinds = ", ".join(type(t).__name__ for t in part)
             raise NotATensor(f"a part is ({kinds}); give (out, lse), what ca.attention(..., return_lse=True) returns")
     outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
-    for name, of in (("out", outs), ("lse", lses)):
-        dtypes, devices = {t.dtype for t in of}, {t.device for t in of}
-        if len(dtypes) > 1 or not of[0].is_floating_point():
-            raise DTypeMismatch(f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype")
-        if len(devices) > 1:
-            raise DeviceMismatch(
-                f"{name} lies on {', '.join(map(str, devices))}; move the parts to one device with .to()"
-            )
-    for out, lse in parts:
-        rows = (out.shape[1], out.shape[0]) if out.ndim == 3 else tuple(out.shape[:-1])
-        if out.ndim not in (3, 4) or out.shape != outs[0].shape or tuple(lse.shape) != rows:
-            raise ShapeMismatch(
-                f"parts have out {[tuple(o.shape) for o in outs]} and lse {[tuple(s.shape) for s in lses]}; all must "
-                "be alike: (B, H, S, Dv) and (B, H, S), or packed (total, H, Dv) and (H, total)"
-            )
+    _check_alike("out", outs)
+    _check_alike("lse", lses)
+    shape = outs[0].shape
+    rows = {3: (shape[1], shape[0]), 4: shape[:3]}.get(len(shape)) if len(shape) > 1 else None
+    if any(out.shape != shape or lse.shape != rows for out, lse in parts):
+        raise ShapeMismatch(
+            f"parts have out {[tuple(o.shape) for o in outs]} and lse {[tuple(s.shape) for s in lses]}; all must be "
+            "alike: (B, H, S, Dv) and (B, H, S), or packed (total, H, Dv) and (H, total)"
+        )
     return outs, lses
 
 

@@ -279,17 +279,7 @@ class Cluster:
                 node = nodes[n]
                 mask = path.mask
                 if node.sync:
-                    if mask is not True and len(g.warps) > 1:
-                        self._split(g, [(w, w + 1) for w in g.warps])
-                        return 0
-                    wait = runs[n](g, mask)  # type: ignore[misc]  # a node of its own always has a function
-                    if wait is not None:
-                        g.wait = wait
-                        return 0
-                    visits[n] += 1
-                    path.node = node.fall
-                    if len(g.warps) > self.mode.warps_together:
-                        self._split(g, [(w, w + 1) for w in g.warps])
+                    if not self._stands_alone(g, path, node):
                         return 0
                     continue
                 visits[n] += 1
@@ -310,6 +300,21 @@ class Cluster:
             if e.place:
                 raise
             raise type(e)(str(e), f"{g}, {self.program.place(n, g)}") from None
+
+    def _stands_alone(self, g: Gang, path: Path, node: Any) -> bool:
+        """Runs an instruction that may wait for others. False if it does, or if warps part before or behind it."""
+        parts = path.mask is not True and len(g.warps) > 1
+        if not parts:
+            wait = self.program.runs[node.index](g, path.mask)  # type: ignore[misc]  # it always has a function
+            if wait is not None:
+                g.wait = wait
+                return False
+            g.visits[node.index] += 1
+            path.node = node.fall
+            parts = len(g.warps) > self.mode.warps_together
+        if parts:
+            self._split(g, [(w, w + 1) for w in g.warps])
+        return not parts
 
     def _branch(self, g: Gang, node: Any, path: Path) -> bool:
         """Moves `path` on; True if the gang was split."""

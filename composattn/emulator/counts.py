@@ -63,17 +63,21 @@ def count(result: Result) -> Counts:
     roles: dict[str, Counter[str]] = {}
     w = 0
     while w < len(warps):
-        group = warps[w : w + 4] if w % 4 == 0 and w + 4 <= len(warps) else []
-        kind = next((name for pipe, name in _WHOLE.items() if group and all(c[pipe] for c in group)), "")
-        end = w + 4 if kind else w + 1
-        if not kind:
-            kind = next((name for pipe, name in _SINGLE.items() if warps[w][pipe]), "idle after setup")
-            while end < len(warps) and warps[end] == warps[w]:
-                end += 1
+        kind, end = _role(warps, w)
         name = f"warp {w}" if end == w + 1 else f"warps {w}-{end - 1}"
         roles[f"{name} ({kind})"] = sum(warps[w:end], Counter())
         w = end
     return Counts(roles, result.blocks)
+
+
+def _role(warps: list[Counter[str]], w: int) -> tuple[str, int]:
+    """What warp `w` does, and behind which warp those end that have this role with it."""
+    group = warps[w : w + 4] if w % 4 == 0 and w + 4 <= len(warps) else []
+    together = next((name for pipe, name in _WHOLE.items() if group and all(c[pipe] for c in group)), None)
+    if together is not None:
+        return together, w + 4
+    alone = next((name for pipe, name in _SINGLE.items() if warps[w][pipe]), "idle after setup")
+    return alone, next((n for n in range(w + 1, len(warps)) if warps[n] != warps[w]), len(warps))
 
 
 def _warp(visits: Any, by_pipe: list[Counter[str]]) -> Counter[str]:

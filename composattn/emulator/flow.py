@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from composattn.emulator.ptx import Instr, PtxKernel
 
@@ -33,29 +35,33 @@ class Node:
         return [first] if b.guard is None else [first, self.fall]
 
 
+def _leaves(instr: Instr) -> bool:
+    """Whether it may go on elsewhere, or nowhere."""
+    return instr.op.split(".")[0] in ("bra", "ret", "exit")
+
+
 def cut(kernel: PtxKernel, blocks: Callable[[Instr], bool]) -> list[Node]:
     """Nodes in program order; `blocks(instr)` says which instructions stand alone."""
     code = kernel.code
     leaders = {0, *kernel.labels.values()}
     for i, instr in enumerate(code):
-        if instr.op.split(".")[0] in ("bra", "ret", "exit"):
+        if _leaves(instr):
             leaders.add(i + 1)
         elif blocks(instr):
             leaders |= {i, i + 1}
     starts = sorted(s for s in leaders if s < len(code))
     of = {s: n for n, s in enumerate(starts)}
     nodes = []
-    for n, s in enumerate(starts):
-        end = starts[n + 1] if n + 1 < len(starts) else len(code)
+    for n, (s, end) in enumerate(pairwise([*starts, len(code)])):
         body = code[s:end]
-        branch = body[-1] if body and body[-1].op.split(".")[0] in ("bra", "ret", "exit") else None
+        branch = body[-1] if body and _leaves(body[-1]) else None
         if branch is not None:
             body = body[:-1]
         node = Node(n, body, len(body) == 1 and blocks(body[0]), branch)
         node.fall = n + 1 if n + 1 < len(starts) else EXIT
         if branch is not None and branch.target:
             at = kernel.labels[branch.target]
-            node.taken = of[at] if at < len(code) else EXIT
+            node.taken = of.get(at, EXIT)  # of a label behind the last instruction
         nodes.append(node)
     _post_dominators(nodes)
     for node in nodes:
@@ -93,6 +99,23 @@ def _has_loop(nodes: list[Node], among: set[int]) -> bool:
     return False
 
 
+def _post_order(root: int, after: list[list[int]]) -> list[int]:
+    """Numbers that can be reached from `root`, each behind those that are reached from it first."""
+    order: list[int] = []
+    seen = {root}
+    stack = [(root, iter(after[root]))]
+    while stack:
+        node, rest = stack[-1]
+        following = next((other for other in rest if other not in seen), None)
+        if following is None:
+            order.append(node)
+            stack.pop()
+        else:
+            seen.add(following)
+            stack.append((following, iter(after[following])))
+    return order
+
+
 def _post_dominators(nodes: list[Node]) -> None:
     """Cooper, Harvey, Kennedy: "A Simple, Fast Dominance Algorithm", on the reversed graph with EXIT as its root."""
     n = len(nodes)
@@ -102,30 +125,15 @@ def _post_dominators(nodes: list[Node]) -> None:
     for i, ss in enumerate(succ):
         for s in ss:
             pred[s].append(i)
-    order: list[int] = []
-    seen = [False] * (n + 1)
-    stack = [(root, iter(pred[root]))]
-    seen[root] = True
-    while stack:
-        node, it = stack[-1]
-        for p in it:
-            if not seen[p]:
-                seen[p] = True
-                stack.append((p, iter(pred[p])))
-                break
-        else:
-            order.append(node)
-            stack.pop()
+    order = _post_order(root, pred)
     rank = {node: i for i, node in enumerate(order)}  # post-order: the root is last
     idom: dict[int, int] = {root: root}
     changed = True
     while changed:
         changed = False
         for node in reversed(order[:-1]):
-            new: int | None = None
-            for s in succ[node]:
-                if s in idom:
-                    new = s if new is None else _meet(s, new, idom, rank)
+            known = [s for s in succ[node] if s in idom]
+            new = functools.reduce(lambda a, b: _meet(b, a, idom, rank), known) if known else None
             if new is not None and idom.get(node) != new:
                 idom[node] = new
                 changed = True

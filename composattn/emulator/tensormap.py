@@ -30,19 +30,19 @@ class TensorMap:
     swizzle: int = 0  # bytes of the swizzle span: 0, 32, 64 or 128
 
     def __post_init__(self) -> None:
-        if self.strides[0] != self.element:
-            raise BadDescriptor(f"tensor map whose innermost dimension is not contiguous: {self}")
-        if any(s % 16 for s in self.strides[1:]) or self.address % 16:
-            raise BadDescriptor(f"tensor map with an address or stride that is no multiple of 16 bytes: {self}")
-        if any(b < 1 or b > 256 for b in self.box) or any(s < 1 for s in self.sizes) or len(self.sizes) > 5:
-            raise BadDescriptor(
-                f"tensor map with a box side outside 1..256, an empty side or more than 5 sides: {self}"
-            )
-        inner = self.box[0] * self.element
-        if inner % 16 or (self.swizzle and inner > self.swizzle):
-            raise BadDescriptor(f"tensor map with {inner} bytes in a box row, swizzle {self.swizzle}: {self}")
-        if self.swizzle and inner != self.swizzle:
-            raise BadDescriptor(f"tensor map whose box rows do not fill the swizzle span is not emulated: {self}")
+        inner, span = self.box[0] * self.element, self.swizzle or 0
+        sides_fit = min(self.box) >= 1 and max(self.box) <= 256 and min(self.sizes) >= 1 and len(self.sizes) <= 5
+        aligned = all(number % 16 == 0 for number in (self.address, *self.strides[1:]))
+        rules = {
+            "whose innermost dimension is not contiguous": self.strides[0] == self.element,
+            "with an address or stride that is no multiple of 16 bytes": aligned,
+            "with a box side outside 1..256, an empty side or more than 5 sides": sides_fit,
+            f"with {inner} bytes in a box row, swizzle {self.swizzle}": inner % 16 == 0 and inner <= (span or inner),
+            "whose box rows do not fill the swizzle span is not emulated": inner == (span or inner),
+        }
+        broken = next((what for what, holds in rules.items() if not holds), None)
+        if broken is not None:
+            raise BadDescriptor(f"tensor map {broken}: {self}")
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,19 +120,28 @@ class Repeated:
         return _narrowed([memo[id(r)] for r in self.roots], self.asked)
 
 
+def _position(node: Expr, env: Env) -> Any:
+    value = env.index[node.attr]
+    return value.to(env.device) if isinstance(value, torch.Tensor) else _number(value, torch.int64, env)
+
+
+def _scalar(node: Expr, env: Env) -> Any:
+    value = env.scalars.get(id(node.attr), node.attr.value)
+    return _number(value, _torch_type(node.dtype, env), env)
+
+
+_LEAVES: dict[str, Callable[[Expr, Env], Any]] = {
+    "const": lambda node, env: _number(node.attr, _torch_type(node.dtype, env), env),
+    "index": _position,
+    "score": lambda node, env: env.score,
+    "scalar": _scalar,
+    "size": lambda node, env: _number(env.tensor_of(node).shape[node.args[0].attr], torch.int64, env),
+}
+
+
 def _value(node: Expr, args: list[Any], env: Env) -> Any:
-    if node.op == "const":
-        return _number(node.attr, _torch_type(node.dtype, env), env)
-    if node.op == "index":
-        value = env.index[node.attr]
-        return value.to(env.device) if isinstance(value, torch.Tensor) else _number(value, torch.int64, env)
-    if node.op == "score":
-        return env.score
-    if node.op == "scalar":
-        value = env.scalars.get(id(node.attr), node.attr.value)
-        return _number(value, _torch_type(node.dtype, env), env)
-    if node.op == "size":
-        return _number(env.tensor_of(node).shape[node.args[0].attr], torch.int64, env)
+    if node.op in _LEAVES:
+        return _LEAVES[node.op](node, env)
     if node.op == "read":
         return _read(node, args, env)
     wanted = _torch_type(node.dtype, env)

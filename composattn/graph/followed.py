@@ -36,6 +36,12 @@ from .scalar import Scalar
 from .trace import FORM, GUARD, SHAPE_QUESTIONS
 from .vectors import Several
 
+_HOLDERS: tuple[tuple[Any, Callable[[list[Any]], Any]], ...] = (
+    (variables.ListVariable, list),
+    ((variables.TupleVariable, SizeVariable), tuple),
+    (variables.SliceVariable, lambda items: slice(*items)),
+)
+"""Dynamo's lists and their like, and what is made of the real things that they hold."""
 _OF_VALUES = {module.__file__ for module in (proxies, scalar, torch_functions, vectors)}
 
 
@@ -149,18 +155,17 @@ class Reading:
             return self._tensor(value)
         if isinstance(value, variables.SymNodeVariable):
             return self._number(value)
-        if isinstance(value, variables.TupleVariable | variables.ListVariable | SizeVariable):
-            kind = list if isinstance(value, variables.ListVariable) else tuple
-            return kind([self.real(item) for item in value.items])
-        if isinstance(value, variables.SliceVariable):
-            return slice(*[self.real(item) for item in value.items])
+        for kinds, made_of in _HOLDERS:
+            if isinstance(value, kinds):
+                return made_of([self.real(item) for item in value.items])
         if isinstance(value, variables.ConstDictVariable):
             return {key.vt.as_python_constant(): self.real(item) for key, item in value.items.items()}
-        if isinstance(value, UserDefinedObjectVariable) and isinstance(value.value, Scalar):
+        is_object = isinstance(value, UserDefinedObjectVariable)
+        if is_object and isinstance(value.value, Scalar):
             return self._leaf(value, value.value)
-        if isinstance(value, UserDefinedObjectVariable) and _is_mod(value.python_type()):
+        if is_object and _is_mod(value.python_type()):
             parts = [self.real(value.var_getattr(self.tx, name)) for name in ("form", "leaves", "name")]
-            return value.python_type().formed(*parts)  # type: ignore[attr-defined]
+            return value.python_type().formed(*parts)
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
             return value.as_python_constant()
         raise _Unknown(value)

@@ -328,26 +328,39 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
     if len(args) == 1:
         inner = args[0]
         return inner.args[0] if name in ("neg", "not") and inner.op == name and dtype is inner.args[0].dtype else None
+    if name == "where" and args[0].is_const:
+        return _retype(args[1] if args[0].attr else args[2], dtype)
     x, y = args[-2], args[-1]
-    if name == "pow" and dtype is DType.FLOAT and y.is_const and y.attr in _ROOTS:
-        return apply(_ROOTS[y.attr], x)
-    if x is y and x.dtype is not DType.FLOAT and name in _OF_ITSELF:  # a float may be NaN
+    if x is y:
+        return _identity_of_equals(name, dtype, x) or _identity_beside_constant(name, dtype, x, y)
+    return None if name == "where" else _identity_beside_constant(name, dtype, x, y)
+
+
+def _identity_of_equals(name: str, dtype: DType, x: Expr) -> Expr | None:
+    """Of `x - x` and its like."""
+    if x.dtype is not DType.FLOAT and name in _OF_ITSELF:  # a float may be NaN
         return const(_OF_ITSELF[name], dtype)
-    if name == "where":
-        if args[0].is_const:
-            return _retype(x if args[0].attr else y, dtype)
-        return x if x is y else None
+    return x if name == "where" or (name in ("and", "or") and dtype is DType.BOOL) else None
+
+
+def _identity_beside_constant(name: str, dtype: DType, x: Expr, y: Expr) -> Expr | None:
     if name in ("and", "or") and dtype is not DType.BOOL:
         return None
-    if x is y and name in ("and", "or"):
-        return x
+    if name == "pow" and dtype is DType.FLOAT and y.is_const and y.attr in _ROOTS:
+        return apply(_ROOTS[y.attr], x)
     for a, other in ((y, x), (x, y)):
         if a.is_const and dtype is not DType.FLOAT and a.attr == _ABSORBING.get(name):
             return _retype(a, dtype)
-        exact = (a is y or OPS[name].commutes) and (name != "floordiv" or dtype.is_integer)
-        if a.is_const and exact and a.attr == _NEUTRAL.get(name) and _keeps_zeros(name, dtype, a.attr):
+        if a.is_const and (a is y or OPS[name].commutes) and _is_neutral(name, dtype, a.attr):
             return _retype(other, dtype)
     return None
+
+
+def _is_neutral(name: str, dtype: DType, constant: float) -> bool:
+    """Whether what stands beside the constant is the result."""
+    if name == "floordiv" and not dtype.is_integer:
+        return False
+    return constant == _NEUTRAL.get(name) and _keeps_zeros(name, dtype, constant)
 
 
 def _keeps_zeros(name: str, dtype: DType, constant: float) -> bool:

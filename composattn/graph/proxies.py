@@ -315,6 +315,24 @@ _install_operators()
 # --- reads ---------------------------------------------------------------------------------------------------
 
 
+def _position(tensor: torch.Tensor, dimension: int, i: Any, given: int) -> Expr:
+    """One index of a read of so many `given`. Raises, as `refuse` does: `InvalidRead`, `ConstantIndexOutOfRange`."""
+    shape = tuple(tensor.shape)
+    if i is None or i is Ellipsis or isinstance(i, (slice, list)):
+        refuse(errors.InvalidRead, f"captured tensor of shape {shape} read with {i!r}; give one integer per dimension")
+    if dimension >= len(shape):
+        has = f"it has {len(shape)} dimensions"
+        refuse(errors.InvalidRead, f"captured tensor of shape {shape} read with {given} indices; {has}")
+    expr = as_expr(i)
+    if not expr.dtype.is_integer:
+        refuse(errors.InvalidRead, f"index {dimension} of a captured tensor is {expr.dtype.value}; cast it with .int()")
+    size = shape[dimension]
+    if expr.is_const and not -size <= expr.attr < size:
+        where = f"at dimension {dimension} of a captured tensor of shape {shape}"
+        refuse(errors.ConstantIndexOutOfRange, f"index {expr.attr} {where}")
+    return expr
+
+
 def read_at(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
     """`tensor[item]` with the indices `before` already given."""
     tensor = capture.tensor
@@ -327,33 +345,10 @@ def read_at(capture: Capture, before: tuple[Expr, ...], item: Any) -> Any:
     if len(before) + len(items) == tensor.ndim and isinstance(items[-1], slice):
         row = read_at(capture, before, tuple(items[:-1])) if len(items) > 1 else ReadRow(capture, before)
         return row.vector(items[-1])
+    given = len(before) + len(items)
     for i in items:
-        position = len(indices)
-        if i is Ellipsis and len(items) - 1 + len(before) >= tensor.ndim:
-            continue
-        if isinstance(i, slice) or i is None or i is Ellipsis or isinstance(i, list):
-            refuse(
-                errors.InvalidRead,
-                f"captured tensor of shape {tuple(tensor.shape)} read with {i!r}; give one integer per dimension",
-            )
-        if position >= tensor.ndim:
-            refuse(
-                errors.InvalidRead,
-                f"captured tensor of shape {tuple(tensor.shape)} read with "
-                f"{len(before) + len(items)} indices; it has {tensor.ndim} dimensions",
-            )
-        expr = as_expr(i)
-        if not expr.dtype.is_integer:
-            refuse(
-                errors.InvalidRead, f"index {position} of a captured tensor is {expr.dtype.value}; cast it with .int()"
-            )
-        size = tensor.shape[position]
-        if expr.is_const and not -size <= expr.attr < size:
-            refuse(
-                errors.ConstantIndexOutOfRange,
-                f"index {expr.attr} at dimension {position} of a captured tensor of shape {tuple(tensor.shape)}",
-            )
-        indices.append(expr)
+        if i is not Ellipsis or given <= tensor.ndim:  # else it stands for no dimension
+            indices.append(_position(tensor, len(indices), i, given))
     if len(indices) < tensor.ndim:
         return ReadRow(capture, tuple(indices))
     return traced(read(capture, indices))

@@ -300,17 +300,23 @@ _PLAIN_NAME = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
 _ARGUMENT = {"input": "x", "self": "x", "other": "y"}
 
 
+_REFUSED: dict[str, tuple[type[errors.TraceError], str]] = {
+    "__setitem__": (errors.InPlaceWrite, "a mod can't write into a tensor"),
+    # a property such as .dtype asked through the class
+    "__get__": (errors.UnsupportedOperation, "this tensor property is not known of a traced value"),
+}
+_NEVER = {"__bool__", *_TO_PYTHON, *_TO_TEXT, *IN_PLACE}
+
+
 def torch_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function or tensor method that met a proxy."""
     name = name_of(func).partition(".")[0].removeprefix("special_")  # aten overloads: "tanh.default"
     if name == "__getitem__":
         tensor, item = args
         return read_at(capture_of(tensor), (), item) if isinstance(tensor, torch.Tensor) else tensor[item]
-    if name == "__setitem__":
-        return refuse(errors.InPlaceWrite, "a mod can't write into a tensor")
-    if name == "__get__":  # a property such as .dtype asked through the class
-        return refuse(errors.UnsupportedOperation, "this tensor property is not known of a traced value")
-    if name in _TO_PYTHON or name in _TO_TEXT or name == "__bool__" or name in IN_PLACE:
+    if name in _REFUSED:
+        return refuse(*_REFUSED[name])
+    if name in _NEVER:
         return refuse_function(name)
     if kwargs.get("out") is not None:
         return refuse(errors.InPlaceWrite, "out= writes into a tensor; use the returned value")

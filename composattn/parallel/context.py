@@ -179,13 +179,12 @@ def _group_of(mesh: Any, dim: str | int | None) -> Any:
         return mesh
     if not hasattr(mesh, "get_group") or not hasattr(mesh, "mesh_dim_names"):
         raise errors.NoProcessGroup(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, or a process group")
-    names = mesh.mesh_dim_names or ()
+    numbers = tuple(range(mesh.ndim))
+    names = mesh.mesh_dim_names or numbers
     if dim is None and mesh.ndim > 1:
-        raise errors.MeshMismatch(
-            f"the mesh has dimensions {names or tuple(range(mesh.ndim))}; say which of them shares sequences: dim="
-        )
-    if dim is not None and (dim not in names if isinstance(dim, str) else not 0 <= dim < mesh.ndim):
-        raise errors.MeshMismatch(f"the mesh has no dimension {dim!r}; it has {names or tuple(range(mesh.ndim))}")
+        raise errors.MeshMismatch(f"the mesh has dimensions {names}; say which of them shares sequences: dim=")
+    if dim is not None and dim not in (*names, *numbers):
+        raise errors.MeshMismatch(f"the mesh has no dimension {dim!r}; it has {names}")
     if mesh.get_coordinate() is None:
         raise errors.MeshMismatch(f"this process, rank {dist.get_rank()}, is not among the ranks of the mesh")
     return mesh.get_group(0 if dim is None else dim)

@@ -156,12 +156,8 @@ class OffsetMods:
             None if moved.score is None else Score(moved.score),
             None if moved.mask is None else Mask(moved.mask),
         ]
-        leaves: list[Any] = []
-        for leaf in (leaf for mod in mods if mod is not None for leaf in mod.leaves):
-            if leaf is _AT_Q or leaf is _AT_KV:
-                leaves.append("q" if leaf is _AT_Q else "kv")
-            else:
-                leaves.append(found.by_stand_in.get(id(leaf), numbers.get(id(leaf), leaf)))
+        known: dict[int, Any] = numbers | found.by_stand_in | {id(_AT_Q): "q", id(_AT_KV): "kv"}
+        leaves = [known.get(id(leaf), leaf) for mod in mods if mod is not None for leaf in mod.leaves]
         score, mask = (None if mod is None else mod.form for mod in mods)
         return OffsetMods((score, mask), tuple(leaves))
 

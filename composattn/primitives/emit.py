@@ -41,6 +41,7 @@ from .quotients import quotient
 from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
+LEAVES = frozenset(("index", "score", "scalar", "size", "read"))  # what is given; all else is computed of them
 WORD = 24  # positions that a word of `run_of` speaks of
 
 _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
@@ -274,21 +275,25 @@ class Evaluator:
         kind = Neighbours if len(modes) == 1 else Pairs
         self.ahead[node] = forms, kind(tensor, indices, offsets, node.dtype)
 
-    def _compute(self, node: Expr, r: int, c: int) -> Any:
+    def _leaf(self, node: Expr, r: int, c: int) -> Any:
+        """What is given: the score, a position, a number, a tensor's element or size."""
         if node.op == "index":
             return self._index(node.attr, r, c)
         if node.op == "score":
             return self.tile.values[r, c] * self.leaves.scale
         if node.op == "scalar":
             return self.leaves.scalars[self.mods.scalar_slot[node.attr]]
+        if node in self.ahead:
+            forms, numbers = self.ahead[node]
+            return numbers[tuple([self.offset(form, r, c) for form in forms])]
+        tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
         if node.op == "size":
-            return Int32(self.leaves.captured[self.mods.capture_slot[node.attr]].shape[node.args[0].attr])
-        if node.op == "read":
-            if node in self.ahead:
-                forms, numbers = self.ahead[node]
-                return numbers[tuple([self.offset(form, r, c) for form in forms])]
-            tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
-            return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
+            return Int32(tensor.shape[node.args[0].attr])
+        return read_element(tensor, [self._value(a, r, c) for a in node.args], node.dtype)
+
+    def _compute(self, node: Expr, r: int, c: int) -> Any:
+        if node.op in LEAVES:
+            return self._leaf(node, r, c)
         form = small_affine(node)
         if form is not None:
             return self.position(form, r, c)

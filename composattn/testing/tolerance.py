@@ -45,6 +45,8 @@ from ..mods.sink import Sink
 from ..mods.values import Values
 from .memory import poisoned
 
+Pair = tuple[float, ...]  # of a result: the largest error, and the root of the mean square
+
 Results = dict[str, torch.Tensor]
 Attention = Callable[..., Any]
 
@@ -200,6 +202,36 @@ def assert_attention_close(
     assert_case_close(actual, case, factor)
 
 
+def _is_within(errors: Pair, allowed: Pair) -> bool:
+    return all(e <= a for e, a in zip(errors, allowed, strict=True))
+
+
+def _allowed(
+    errors: Mapping[str, Pair],
+    dtypes: Mapping[str, torch.dtype],
+    case: Case,
+    exact: dict[str, torch.Tensor],
+    factor: float,
+) -> dict[str, Pair]:
+    """The most that each result may err, by as many runs of plain PyTorch as it takes to allow `errors`."""
+    allowed: dict[str, Pair] = {}
+    roundings = 1.0
+    if case.q.dtype == torch.float64:
+        # the oracle itself then errs as much, sums in its own order and rounds; of 26,500 random calls one reached 5.3
+        factor, roundings = 4 * factor, 2.0
+    for plain, of, share in _plain_runs(case, exact):
+        for key in errors:
+            unit = roundings * torch.finfo(dtypes[key]).eps / 2
+            rounding = tuple(unit * size for size in _sizes(_finite(exact[key])))
+            # fp32 may overflow where fp64 does not, which tells nothing
+            known = (share * e if share == 1.0 or math.isfinite(e) else 0.0 for e in _errors(plain[key], of[key]))
+            now = tuple(factor * e + r for e, r in zip(known, rounding, strict=True))
+            allowed[key] = tuple(map(max, now, allowed.get(key, now)))
+        if all(_is_within(errors[key], allowed[key]) for key in errors):
+            break  # most often after the first run
+    return allowed
+
+
 def assert_case_close(actual: Mapping[str, torch.Tensor], case: Case, factor: float = FACTOR) -> None:
     """`assert_attention_close` of what was computed of a case."""
     case = case.wide
@@ -209,24 +241,8 @@ def assert_case_close(actual: Mapping[str, torch.Tensor], case: Case, factor: fl
             raise KeyError(f"{key!r} is not a result of this call; there are {', '.join(exact)}")
     problems = [*_wrong_forms(actual, exact), *_wrong_rows(actual, exact, case)]
     errors = {key: _errors(actual[key], exact[key]) for key in actual} if not problems else {}
-    allowed: dict[str, tuple[float, ...]] = {}
-    roundings = 1.0
-    if case.q.dtype == torch.float64:
-        # the oracle itself then errs as much, sums in its own order and rounds; of 26,500 random calls one reached 5.3
-        factor, roundings = 4 * factor, 2.0
-    for plain, of, share in _plain_runs(case, exact):
-        for key in errors:
-            unit = roundings * torch.finfo(actual[key].dtype).eps / 2
-            rounding = tuple(unit * size for size in _sizes(_finite(exact[key])))
-            # fp32 may overflow where fp64 does not, which tells nothing
-            known = (share * e if share == 1.0 or math.isfinite(e) else 0.0 for e in _errors(plain[key], of[key]))
-            now = tuple(factor * e + r for e, r in zip(known, rounding, strict=True))
-            allowed[key] = tuple(map(max, now, allowed.get(key, now)))
-        if all(e <= a for key in errors for e, a in zip(errors[key], allowed[key], strict=True)):
-            break  # most often after the first run
-    for key, found in errors.items():
-        if not all(e <= a for e, a in zip(found, allowed[key], strict=True)):
-            problems.append(f"{key} is off")
+    allowed = _allowed(errors, {key: actual[key].dtype for key in errors}, case, exact, factor)
+    problems += [f"{key} is off" for key, found in errors.items() if not _is_within(found, allowed[key])]
     if problems:
         rows = [
             f"  {key:14} max {e[0]:.2e} of {allowed[key][0]:.2e} allowed, rms {e[1]:.2e} of {allowed[key][1]:.2e}"
