@@ -2,9 +2,9 @@
 
 A file of tests is one of them if it uses a changed file, as `reached.json` has it; or uses one that imports data from
 it: a constant, or a class, whose fields count where no method runs. An import counts wherever it stands, inside of
-functions too. What the record does not know is asked from the sources alone. A file of tests that it lacks uses all that
-it imports, and everything where it opens files or starts programs. A changed file that is new or has moved is used by
-who uses what imports it.
+functions too. What the record does not know is asked from the sources alone. A file of tests that it lacks uses all
+that it imports, and everything where it opens files or starts programs. A changed file that is new or has moved is used
+by who uses what imports it.
 """
 
 from __future__ import annotations
