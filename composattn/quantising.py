@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from . import errors
+from .call.autograd import without_autocast
 from .call.eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for
 
 Kind = Literal["head", "block", "token"]
@@ -57,27 +58,56 @@ def quantize(
     `UnsupportedOption`.
     """
     _check({"q": q, "k": k, "v": v}, scale, block, dtype)
-    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+    if hadamard and q.shape[-1] % 2:
+        raise errors.UnsupportedHeadDim(
+            f"hadamard=True rotates pairs of channels at least, D is {q.shape[-1]}; pass hadamard=False"
+        )
+    form = _Form(scale, block, power_of_two, dtype)
+    return without_autocast(q, _quantized, (q, k, v), form, hadamard, center)
+
+
+class _Form(NamedTuple):
+    """What tensors are rounded to."""
+
+    kind: Kind
+    block: int
+    power_of_two: bool
+    dtype: torch.dtype
+
+    def of(self, given: torch.Tensor, x: torch.Tensor) -> Quantized:
+        """`x`, which was made of `given`."""
+        learns, x_here = torch.is_grad_enabled() and given.requires_grad, x.detach()
+        scale = of_rows = self.scales(x_here)
+        if self.kind == "block":
+            of_rows = scale.repeat_interleave(self.block, 2)[:, :, : x.shape[2]]
+        if self.kind == "head" and x.ndim == 3:
+            scale = scale.transpose(0, 1).unsqueeze(0)  # (1, H, 1, 1), which can mean nothing but heads
+        data = narrowed(x_here / of_rows, self.dtype)
+        return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype)
+
+    def scales(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1)."""
+        largest = x.abs().amax(-1, keepdim=True)
+        if self.kind == "head":
+            largest = largest.amax(-2 if x.ndim == 4 else 0, keepdim=True)
+        if self.kind == "block":
+            rows = torch.nn.functional.pad(largest, (0, 0, 0, -x.shape[2] % self.block))
+            largest = rows.unflatten(2, (-1, self.block)).amax(3)
+        return scale_for(largest, self.dtype, self.power_of_two)
+
+
+def _quantized(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], form: _Form, hadamard: bool, center: bool
+) -> QuantizedInputs:
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in given)
     if hadamard:
-        if q.shape[-1] % 2:
-            raise errors.UnsupportedHeadDim(
-                f"hadamard=True rotates pairs of channels at least, D is {q.shape[-1]}; pass hadamard=False"
-            )
-        wide[:2] = [_rotated(x) for x in wide[:2]]
+        q, k = _rotated(q), _rotated(k)
     mean = None
     if center:
-        mean = wide[1].detach().mean(-2 if k.ndim == 4 else 0, keepdim=True)
-        wide[1] = wide[1] - mean
+        mean = k.detach().mean(-2 if k.ndim == 4 else 0, keepdim=True)
+        k = k - mean
         mean = mean if k.ndim == 4 else mean.transpose(0, 1).unsqueeze(0)
-    found = []
-    for given, x in zip((q, k, v), wide, strict=True):
-        own = _scales(x.detach(), scale, block, dtype, power_of_two)
-        of_rows = own.repeat_interleave(block, 2)[:, :, : x.shape[2]] if scale == "block" else own
-        data = narrowed(x.detach() / of_rows, dtype)
-        learns = torch.is_grad_enabled() and given.requires_grad
-        own = own.transpose(0, 1).unsqueeze(0) if x.ndim == 3 and scale == "head" else own
-        found.append(Quantized(data, own, None, x if learns else None, given.dtype))
-    of_q, of_k, of_v = found
+    of_q, of_k, of_v = (form.of(*each) for each in zip(given, (q, k, v), strict=True))
     return QuantizedInputs(of_q, of_k._replace(mean=mean), of_v)
 
 
@@ -99,17 +129,6 @@ def _check(tensors: dict[str, torch.Tensor], scale: str, block: int, dtype: torc
         raise errors.UnsupportedBlockSize(f"block is {block!r}; it must be a power of two from 2 on")
     if dtype not in EIGHT_BITS:
         raise errors.UnsupportedDType(f"dtype is {dtype}; it must be one of {', '.join(map(str, EIGHT_BITS))}")
-
-
-def _scales(x: torch.Tensor, kind: str, block: int, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-    """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1)."""
-    largest = x.abs().amax(-1, keepdim=True)
-    if kind == "head":
-        largest = largest.amax(-2 if x.ndim == 4 else 0, keepdim=True)
-    if kind == "block":
-        rows = torch.nn.functional.pad(largest, (0, 0, 0, -x.shape[2] % block))
-        largest = rows.unflatten(2, (-1, block)).amax(3)
-    return scale_for(largest, dtype, power_of_two)
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

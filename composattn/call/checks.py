@@ -75,6 +75,9 @@ _ELSEWHERE = {
     "causal": "write mask_mod=composattn.mods.causal()",
     "cu_seqlens_q": "write varlen=composattn.Varlen(cu_seqlens_q, cu_seqlens_k)",
     "page_table": "write paged=composattn.Paged(page_table, page_size, seqused)",
+    "q_descale": "it is called q_scale here",
+    "k_descale": "it is called k_scale here",
+    "v_descale": "it is called v_scale here",
     "return_aux": "write return_lse=True, or call composattn.flex_attention",
     "kernel_options": "write schedule=composattn.Schedule(...)",
 }

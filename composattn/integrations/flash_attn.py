@@ -151,6 +151,9 @@ _ELSEWHERE = {
     "attention_chunk": "ca.attention(..., mask_mod=ca.mods.chunked(...))",
     "score_mod": "ca.attention(..., score_mod=...)",
     "mask_mod": "ca.attention(..., mask_mod=...)",
+    "q_descale": "ca.attention(..., q_scale=...)",
+    "k_descale": "ca.attention(..., k_scale=...)",
+    "v_descale": "ca.attention(..., v_scale=...)",
     "num_splits": "ca.attention(..., schedule=ca.Schedule(...))",
 }
 

@@ -340,7 +340,39 @@ def test_autocast_leaves_8_bits_as_they_are() -> None:
     q, k, v = drawn(B, HQ, S, D), bytes_of(B, H, S, D, seed=1), bytes_of(B, H, S, DV, seed=2)
     with torch.autocast("cpu", torch.bfloat16):
         found = ca.attention(q, k, v, k_scale=0.5)
+        quantised = ca.quantize(q, q[:, :H], q[:, :H])
     assert torch.equal(found, ca.attention(q.bfloat16(), k, v, k_scale=0.5))
+    for inside, outside in zip(quantised, ca.quantize(q, q[:, :H], q[:, :H]), strict=True):
+        assert torch.equal(inside.data.view(torch.uint8), outside.data.view(torch.uint8))
+
+
+def test_a_directional_derivative_goes_through_scales() -> None:
+    q = drawn(1, 2, 16, 8, dtype=torch.float64)
+    k, v = bytes_of(1, 2, 16, 8, seed=1), bytes_of(1, 2, 16, 8, seed=2)
+    call = lambda q: ca.attention(q, k, v, k_scale=scales(2), v_scale=scales(1, 2))  # noqa: E731
+    along = drawn(1, 2, 16, 8, seed=3, dtype=torch.float64)
+    found = torch.func.jvp(call, (q,), (along,))[1]
+    torch.testing.assert_close(found, (call(q + 1e-5 * along) - call(q - 1e-5 * along)) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["packed", "paged"])
+def test_reads_of_scales_are_inside_of_them(layout: str) -> None:
+    with ca.debug_checks(True):
+        if layout == "packed":
+            case = make_varlen_case(0, (40, 0, 17), (50, 5, 17), heads=HQ, kv_heads=H, dtype=torch.bfloat16)
+        else:
+            case = make_paged_case(0, (50, 0, 17), q_len=3, heads=HQ, kv_heads=H, dtype=torch.bfloat16)
+        k, v = case.k.float().to(E4M3), case.v.float().to(E4M3)
+        where = {"varlen": case.varlen, "paged": case.paged}
+        of_rows = {"k_scale": scales(*k.shape[:-1], 1), "v_scale": scales(*v.shape[:-1], 1)}
+        assert ca.attention(case.q, k, v, **where, **of_rows).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_other_names_of_scales_say_what_they_are_called_here(name: str) -> None:
+    q = drawn(1, 1, 4, 8)
+    with refused(errors.UnknownKeyword, name, f"called {name[0]}_scale here"):
+        ca.attention(q, q, q, **{name: 1.0})
 
 
 @pytest.mark.parametrize("backend", ["hopper", "hopper-emulated", "blackwell-emulated"])
