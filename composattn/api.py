@@ -21,7 +21,7 @@ from .dispatch.pinned import Pinned
 from .dispatch.plan_cache import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.serialized import Mods, Serialized, serialize
-from .errors import UnsupportedInParallel, UnsupportedOption
+from .errors import UnsupportedOption
 from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
@@ -29,6 +29,7 @@ from .mods.score import Score
 from .mods.sink import Sink
 from .parallel import Shard, active, context
 from .parallel import operators as shared_operators
+from .parallel.shard import refuse_eight_bits
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -150,7 +151,8 @@ class Attention(Pinned):
         keep = self._state[0][3]
         scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
         if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
-            _refuse_shared(context_parallel)
+            if context_parallel is not None or context.entered:
+                refuse_eight_bits()
             (score, mask, sink, *_), options = self._state
             given = score, mask, None if sink is None else sink.leaves[0], keep
             scales = q_scale, k_scale, v_scale, out_dtype
@@ -288,7 +290,8 @@ def attention(
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
     scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
     if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
-        _refuse_shared(context_parallel)
+        if context_parallel is not None or context.entered:
+            refuse_eight_bits()
         scales = q_scale, k_scale, v_scale, out_dtype
         return _quantised((q, k, v), scales, (score_mod, mask_mod, sinks, keep), options, asked, (varlen, paged))
     compiling = torch.compiler.is_compiling()
@@ -351,15 +354,6 @@ def _quantised(
         keep.draw()
     planned, borrowed = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)
     return planned(inputs, asked, borrowed)
-
-
-def _refuse_shared(shard: Shard | None) -> None:
-    """Raises `UnsupportedInParallel`: ranks exchange rows of one dtype, and have no scales of others' rows."""
-    if shard is not None or context.entered:
-        raise UnsupportedInParallel(
-            "tensors of 8 bits are not taken where ranks share a sequence; pass q, k and v of 16 bits, "
-            "ca.Quantized.dequantised() of each"
-        )
 
 
 def _refuse_dropout(keep: Dropout | None) -> None:

@@ -30,7 +30,7 @@ from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
 from .attend import gradients
-from .shard import SharedPlan, given_of, shard_of
+from .shard import SharedPlan, given_of, refuse_eight_bits, shard_of
 from .strategy import Given, Known
 
 
@@ -39,6 +39,7 @@ def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> A
     if inputs.varlen is not None or inputs.paged is not None or inputs.q.ndim != 4:
         raise UnsupportedInParallel("packed sequences that ranks share are not compiled; call outside of torch.compile")
     q, k, v = inputs.autocast[:3]
+    refuse_eight_bits((k.dtype, v.dtype))
     numbers = [number, *[s.number if isinstance(s, Scalar) else s for s in serialized.scalars]]
     op = torch.ops.composattn.attend_shared
     *found, _ = op(q, k, v, list(serialized.tensors), numbers, serialized.form, asked.max_scores)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import errors
+from ..call.eight_bits import EIGHT_BITS
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import Varlen
@@ -148,7 +149,7 @@ class Shard:
         q, k, v = inputs[:3]
         if self.varlen is not None and all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in (q, k, v)):
             q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        Problem.of(q, k, v)
+        refuse_eight_bits(Problem.of(q, k, v).keys)
         for name, t in zip("qkv", (q, k, v), strict=True):
             if t.shape[2] != self.rows:
                 raise errors.WrongShare(
@@ -263,6 +264,15 @@ class _Gather(torch.autograd.Function):
         for n in range(1, ranks.size):  # in the order of ranks
             total += found[n]
         return None, total.movedim(0, ctx.dim), None
+
+
+def refuse_eight_bits(keys: Sequence[torch.dtype] = EIGHT_BITS) -> None:
+    """Raises `UnsupportedInParallel` for k and v of these types: ranks have no scales of others' rows."""
+    if any(dtype in EIGHT_BITS for dtype in keys):
+        raise errors.UnsupportedInParallel(
+            "tensors of 8 bits are not taken where ranks share a sequence; pass 16-bit q, k and v, "
+            "ca.Quantized.dequantised() of each"
+        )
 
 
 def given_of(mods: Mods, heads: int) -> Given:

@@ -13,6 +13,8 @@ import torch
 import composattn as ca
 from composattn import errors
 from composattn.mods import alibi, causal, sliding_window, softcap
+from composattn.parallel import context
+from composattn.parallel.shard import refuse_eight_bits
 from composattn.testing import Case, check, make_paged_case, make_varlen_case
 from tests.rooms import ROOT
 from tests.support import outlier_normal
@@ -386,6 +388,18 @@ def test_generated_kernels_refuse_8_bits_by_name(backend: str) -> None:
         assert "no kernel on" in str(said.value) and "dequantised" in str(said.value)
     given = ca.Quantized(k, torch.tensor(0.5)).dequantised(), ca.Quantized(v).dequantised()
     assert given[0].dtype == torch.bfloat16  # what the message says is taken
+
+
+def test_ranks_that_share_a_sequence_refuse_8_bits_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = drawn(1, 2, 8, 16), bytes_of(1, 2, 8, 16, seed=1)
+    monkeypatch.setattr(context, "entered", [None])
+    with refused(errors.UnsupportedInParallel, "dequantised"):
+        ca.attention(q, ca.Quantized(k), k)
+    with refused(errors.UnsupportedInParallel, "dequantised"):
+        ca.Attention()(q, k, k, k_scale=0.5)
+    with refused(errors.UnsupportedInParallel, "dequantised"):
+        refuse_eight_bits((k.dtype, k.dtype))
+    refuse_eight_bits(())
 
 
 def refused(kind: type[Exception], *said: str) -> Any:
