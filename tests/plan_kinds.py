@@ -44,6 +44,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-backward-stretches": lambda: backward(HOPPER, length=LONG, mask=DOCUMENTS),
+    "hopper-backward-strips": lambda: backward(HOPPER, length=96 * 96, mask=NEIGHBOURS, has_dlse=True),
     "hopper-backward-exchange": lambda: backward(HOPPER, d=256, mask=causal()),
     "hopper-backward-pair": lambda: backward(HOPPER, d=512, mask=causal()),
     "blackwell-backward": lambda: backward(BLACKWELL, d=64, mask=causal()),

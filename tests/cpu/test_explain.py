@@ -7,7 +7,7 @@ import torch
 
 import composattn as ca
 from composattn.call.inputs import Inputs
-from composattn.mods import alibi, causal, document, relative_bias, sliding_window, softcap
+from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
 from tests.support import has_kernel_toolchain
 
@@ -112,3 +112,24 @@ def test_what_kernels_refuse_is_refused_when_explained() -> None:
     q = torch.empty(1, 1, 512, 640, dtype=torch.bfloat16)
     with pytest.raises(ca.errors.UnsupportedHeadDim):
         ca.Attention(backend="hopper").explain(q, q, q)
+
+
+def of_image(rows: int, columns: int, cut: int = 0, **mods: object) -> str:
+    """Explained as Hopper would run a neighbourhood of 13 by 13 of an image whose last row lacks so many columns."""
+    x = torch.empty(1, 16, rows * columns - cut, 64, dtype=torch.bfloat16)
+    attn = ca.Attention(mask_mod=neighborhood((rows, columns), 13), backend="hopper", **mods)  # type: ignore[arg-type]
+    return str(attn.explain(x, x, x))
+
+
+def test_says_what_a_call_is_rewritten_to_or_why_it_stays_as_it_is() -> None:
+    assert "rewrites    strips: 6 of 16 columns of an image of 96, keys of 32 from 6 before" in of_image(96, 96)
+    cut = of_image(96, 96, cut=40)
+    assert (
+        "rewrites    last row: 8544 queries and 9120 keys, whole rows of 96 columns, and a call of the 632 queries"
+        in cut
+    )
+    assert "strips: 6 of 16 columns" in cut
+    sinks = of_image(96, 96, sinks=torch.zeros(16))
+    assert "rewrites       strips: nothing, as each part would have the sinks" in sinks
+    assert "strips, backward: nothing, as strips would visit" in of_image(32, 32)
+    assert "rewrites" not in explained(mask_mod=causal())

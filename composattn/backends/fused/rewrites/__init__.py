@@ -35,6 +35,8 @@ REWRITES: dict[str, Callable[[Posed], Found]] = {
     "segments": in_segments,
 }
 """In the order in which they are tried, each on what those before have made of the call."""
+TAKE_APART = ["residues", "last row"]
+"""The first ones, which make several calls of one, of which each is rewritten from the beginning."""
 
 
 class Rewriting(NamedTuple):
@@ -49,14 +51,18 @@ class Rewriting(NamedTuple):
         return self.found
 
 
-def rewritten(posed: Posed, whole: bool = True) -> Rewriting:
-    """The call behind all rewrites. `whole`: it is not taken apart.
+def rewritten(posed: Posed) -> Rewriting:
+    """The call behind all rewrites, but for those that would take it apart.
 
     Raises: `InvalidSchedule`.
     """
+    return _applied(posed, list(REWRITES), whole=True)
+
+
+def _applied(posed: Posed, names: list[str], whole: bool) -> Rewriting:
     said: dict[str, str] = {}
-    for name, rewrite in REWRITES.items():
-        found = rewrite(posed)
+    for name in names:
+        found = REWRITES[name](posed)
         if isinstance(found, Rewritten):
             posed, said[name] = found
         elif isinstance(found, Nothing):
@@ -69,10 +75,11 @@ def rewritten(posed: Posed, whole: bool = True) -> Rewriting:
 
 def prepared(make: Make, problem: Problem, program: Program, scale: float, target: Target) -> FusedCall | CallApart:
     """The call by one of `make`, or by several where a rewrite takes it apart."""
-    found = rewritten(Posed(problem, program, target), whole=False).found
+    found, said = _applied(Posed(problem, program, target), TAKE_APART, whole=False)
     if isinstance(found, Posed):
         return make(problem, program, scale, target)
-    return CallApart(functools.partial(_part, make, target), problem, found, scale)
+    (name,) = said
+    return CallApart(functools.partial(_part, make, target), problem, found, name, scale)
 
 
 def _part(make: Make, target: Target, problem: Problem, program: Program, scale: float) -> FusedCall | CallApart:

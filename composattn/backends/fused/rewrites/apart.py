@@ -31,17 +31,19 @@ MakePart = Callable[[Problem, Program, float], "FusedCall | CallApart"]
 class CallApart:
     """A prepared call; its parts are calls of `make`. Raises as `FusedCall`."""
 
-    def __init__(self, make: MakePart, problem: Problem, apart: Apart, scale: float) -> None:
-        self.problem, self.apart = problem, apart
+    def __init__(self, make: MakePart, problem: Problem, apart: Apart, name: str, scale: float) -> None:
+        self.problem, self.apart, self.name = problem, apart, name
         self.calls = [make(*of_part, scale) for of_part in apart.calls]
 
     @property
     def plan(self) -> str:
-        return f"{self.apart.words}\n{self.calls[0].plan}"
+        """The plans of the first call, for people to read."""
+        return self.calls[0].plan
 
     @property
     def rewrites(self) -> str:
-        return "\n".join(line for line in (self.apart.words, self.calls[0].rewrites) if line)
+        """What took the call apart, and what became of the first of its parts."""
+        return "\n".join(line for line in (f"{self.name}: {self.apart.words}", self.calls[0].rewrites) if line)
 
     @property
     def captured_sums(self) -> str:
