@@ -11,6 +11,7 @@ knows of), functions of our own that are on values, and objects that stand for v
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import types
@@ -55,6 +56,8 @@ class Traced(UserDefinedObjectVariable):
         return False
 
     def var_getattr(self, tx: Any, name: str) -> Any:
+        if name == "__bool__":  # torch 2.11 asks for it before a branch, and takes what is no Python function for true
+            _reading().run(tx, bool, (self.value,))
         return _reading().run(tx, getattr, (self.value, name))
 
     def call_obj_hasattr(self, tx: Any, name: str) -> Any:
@@ -376,6 +379,7 @@ def install() -> None:
             if is_own and name in of_c:
                 kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
     _hand_over_comparisons()
+    _hand_over_membership()
     variables.TensorVariable.var_getattr = _asking(variables.TensorVariable.var_getattr)  # type: ignore[method-assign]
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
         InstructionTranslatorBase.inline_user_function_return
@@ -406,15 +410,26 @@ def _hand_over_comparisons() -> None:
         for name, handler in list(table.items()):
             if isinstance(handler, types.MethodType) and handler.__func__.__name__ == "call_function":
                 table[name] = handler.__self__.call_function  # type: ignore[attr-defined]
-    contains, generic = symbolic_convert.handle_contains, getattr(symbolic_convert, "generic_contains", None)
-    if generic is not None:
 
-        def handed_over(tx: Any, held: Any, item: Any) -> Any:
-            among_tensors = isinstance(held.realize(), _SEQUENCES) and item.is_tensor()
-            to_tracer = _is_traced(held) or _is_traced(item) or held.is_tensor() or among_tensors
-            return contains(tx, [held, item], {}) if to_tracer else generic(tx, held, item)
 
-        symbolic_convert.generic_contains = handed_over  # type: ignore[assignment]
+def _hand_over_membership() -> None:
+    """`in` is an instruction of its own, which each version of Dynamo follows in another way."""
+    kinds = [InstructionTranslatorBase]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        table: list[Any] = kind.dispatch_table
+        table[dis.opmap["CONTAINS_OP"]] = functools.partial(_found_in, table[dis.opmap["CONTAINS_OP"]])
+
+
+def _found_in(of_dynamo: Callable[..., Any], tx: Any, instruction: Any) -> Any:
+    item, held = tx.stack[-2:]
+    among_tensors = isinstance(held.realize(), _SEQUENCES) and item.is_tensor()
+    of_tensors = _is_traced(held) or _is_traced(item) or held.is_tensor() or among_tensors
+    if getattr(pending, "reading", None) is None or not of_tensors:
+        return of_dynamo(tx, instruction)
+    tx.popn(2)
+    tx.push(symbolic_convert.handle_contains(tx, [held, item], {}))
+    return tx.UNARY_NOT(instruction) if instruction.argval else None
 
 
 _TO_TEXT = {str, repr, ascii, format, print, str.format}  # of what holds tensors, too

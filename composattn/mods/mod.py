@@ -282,14 +282,27 @@ def told(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[An
     return form, mark[1] if places is None else tuple([mark[1][n] for n in places]), name
 
 
-def _compute_parametrized(fn: Callable[..., Any]) -> None:
-    """What parametrizations give is computed in the region where a method reads it by its name, as a mod can't."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__self__, torch.nn.Module):
-        owner = fn.__self__
-        if hasattr(owner, "parametrizations"):
-            for name in fn.__func__.__code__.co_names:
-                if name in owner.parametrizations:  # type: ignore[operator]
-                    getattr(owner, name)
+def _parametrized(fn: Callable[..., Any]) -> list[str]:
+    """What a method reads by its name of its module and parametrizations compute."""
+    owner = fn.__self__ if isinstance(fn, types.MethodType) else None
+    if not isinstance(owner, torch.nn.Module) or not hasattr(owner, "parametrizations"):
+        return []
+    return [name for name in fn.__func__.__code__.co_names if name in owner.parametrizations]  # type: ignore[operator,union-attr]
+
+
+def _read_in_region(fn: Callable[..., Any], trace: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
+    """(form, leaves) of a function; what parametrizations give is computed by the region, as a mod can't.
+
+    Torch counts who caches that: a write, which Dynamo of torch 2.11 refuses below a checkpoint.
+    """
+    teach_dynamo()
+    names = _parametrized(fn)
+    if not names:
+        return read(fn, trace)
+    with cached():
+        for name in names:
+            getattr(fn.__self__, name)  # type: ignore[attr-defined]
+        return read(fn, trace)
 
 
 def formed(
@@ -300,11 +313,8 @@ def formed(
 ) -> tuple[str, tuple[Any, ...], str]:
     """(form, leaves, name) of a function: known by its fingerprint, else traced, or written down while compiling."""
     if is_traced():
-        with cached():
-            _compute_parametrized(fn)
-            teach_dynamo()
-            form, leaves = read(fn, trace)
-            return form, leaves, name or "mod"  # which matters to nobody there
+        form, leaves = _read_in_region(fn, trace)
+        return form, leaves, name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
     known = None if mark is None else told(trace, mark)
     if known is not None:
