@@ -70,22 +70,38 @@ SIZES |= dict.fromkeys(_RATES.split(), 0.0) | {"eos_token_id": 2, "use_mamba_ker
 # what names of fields alone don't make: fields of one configuration beside those of SIZES, by dotted names
 _LATENT = "kv_lora_rank"  # keys and values made of one vector per token, as many as queries
 PARTICULAR: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [0], "layer_types": ["full_attention", "linear_attention"]},
+    "bamba": {"attn_layer_indices": [0]},
     "codegen": {"rotary_dim": 8},
-    "dbrx": {"attn_config.kv_n_heads": 2, "ffn_config.ffn_hidden_size": 32},
-    "dots1": {"num_key_value_heads": 4, "head_dim": 16},
+    "dbrx": {"attn_config.kv_n_heads": 2, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0}
+    | {"ffn_config.ffn_hidden_size": 32},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"n_shared_experts": 1},
+    "dory": {"use_cache": False},
+    "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 3},
+    "esmc": {"head_dim": 16, "num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["full_attention", "linear_attention"]},
+    "hrm_text": {"use_cache": False},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "longcat_flash": {"num_layers": 1, "qk_head_dim": 32},
+    "luke": {"entity_vocab_size": 20},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 1, "qk_channels": 32}
+    | {"v_channels": 64},
     "recurrent_gemma": {"block_types": ["attention", "recurrent"], "attention_window_size": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "rwkv": {"attention_hidden_size": 64},
+    "t5gemma": {"decoder.cross_attention_hidden_size": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"mamba_headdim": 32},
 }
 # configurations whose fields hang together so that they are made at once
 _GEMMA4 = {
@@ -159,7 +175,8 @@ def made(kind: str, name: str) -> tuple[Any, Any]:
         return of, transformers.CONFIG_MAPPING[name](**AT_ONCE[name])
     config = transformers.CONFIG_MAPPING[name]()
     if of.config_class is not None and not isinstance(config, of.config_class):
-        config = config.get_text_config()
+        parts = [getattr(config, part) for part in config.sub_configs]
+        config = next((p for p in parts if isinstance(p, of.config_class)), None) or config.get_text_config()
     small(config)
     for place, value in PARTICULAR.get(name, {}).items():
         *parts, field = place.split(".")
