@@ -248,6 +248,10 @@ class UnsupportedTransform(ComposattnError, RuntimeError):
     """A transform of torch (torch.func, torch.jit, DTensor) that a call does not support."""
 
 
+class UnsupportedTorch(ComposattnError, RuntimeError):
+    """A version of torch whose compiler composattn does not know."""
+
+
 class MissingDependency(ComposattnError, ImportError):
     """An optional package that this feature needs is not installed."""
 

@@ -282,26 +282,28 @@ def told(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[An
     return form, mark[1] if places is None else tuple([mark[1][n] for n in places]), name
 
 
-def _parametrized(fn: Callable[..., Any]) -> list[str]:
+def _parametrized(fn: Any) -> list[str]:
     """What a method reads by its name of its module and parametrizations compute."""
     owner = fn.__self__ if isinstance(fn, types.MethodType) else None
     if not isinstance(owner, torch.nn.Module) or not hasattr(owner, "parametrizations"):
         return []
-    return [name for name in fn.__func__.__code__.co_names if name in owner.parametrizations]  # type: ignore[operator,union-attr]
+    return [name for name in fn.__func__.__code__.co_names if name in owner.parametrizations]  # type: ignore[operator]
 
 
-def _read_in_region(fn: Callable[..., Any], trace: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
+def _read_in_region(fn: Any, trace: Callable[..., Any]) -> tuple[str, tuple[Any, ...]]:
     """(form, leaves) of a function; what parametrizations give is computed by the region, as a mod can't.
 
     Torch counts who caches that: a write, which Dynamo of torch 2.11 refuses below a checkpoint.
     """
-    teach_dynamo()
+    unknown = teach_dynamo()
+    if unknown is not None:
+        return unknown, ()
     names = _parametrized(fn)
     if not names:
         return read(fn, trace)
     with cached():
         for name in names:
-            getattr(fn.__self__, name)  # type: ignore[attr-defined]
+            getattr(fn.__self__, name)
         return read(fn, trace)
 
 
