@@ -54,7 +54,8 @@ tolerance rule of `composattn.testing` against fp64. Columns are masks whose kv 
   {kv_len} keys. Varlen: {q_lens} queries, {kv_lens} keys. Paged: {paged_q_len} queries each, {paged_kv_lens} keys in
   pages of {page_size}.
 - *offsets*: mask and score mod are shifted, by numbers, run-time numbers and tensors, as for a rank's part of a call.
-  *largest scores*: `return_max_scores=True`, held to fp64 too.
+  *largest scores*: `return_max_scores=True`, held to fp64 too. *keys of 8 bits*: k and v by `ca.quantize`, a scale a
+  row; gradients go straight through, by 16 bits.
 """
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from composattn import BlockSparse, ComposattnError, Mask, Score, attention, mods, scalar
+from composattn import BlockSparse, ComposattnError, Mask, QuantizedInputs, Score, attention, mods, quantize, scalar
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case, run
 
 OK = "right"
@@ -65,11 +65,13 @@ MODS: dict[str, Callable[[Shapes], dict[str, Any]]] = {
     "learned sinks": lambda shapes: {"sinks": 2 * shapes.normal(shapes.heads).requires_grad_()},
     "offsets": _part_of_a_call,
     "largest scores": lambda shapes: {},
+    "keys of 8 bits": lambda shapes: {},
     "wide heads": lambda shapes: {},
 }
 """What a call is given besides its mask."""
 
 LARGEST = "largest scores"
+EIGHT_BITS = "keys of 8 bits"
 SHIFTED = "offsets"
 
 DIMS = {"wide heads": (512, 320)}
@@ -134,6 +136,9 @@ class Cell:
             dout = torch.ones(*case.q.shape[:-1], v_dim, dtype=case.q.dtype, device=device)
             case = dataclasses.replace(case, dout=dout)
         case = dataclasses.replace(case, **given)
+        if self.mod == EIGHT_BITS:  # numbers that 8 bits and a scale of their row hold, so that quantised they stay
+            _, k, v = _quantised(case.q, case.k, case.v)
+            case = dataclasses.replace(case, k=k.dequantised(), v=v.dequantised())
         return case.without_gradients() if self.way == "forward" else case
 
 
@@ -149,7 +154,8 @@ def outcome(cell: Cell, backend: str, device: str | torch.device = "cpu") -> str
     Raises: AssertionError where the result is wrong, or differs between two deterministic runs; what is no refusal.
     """
     case = cell.case(device)
-    attend = functools.partial(_with_largest if cell.mod == LARGEST else attention, backend=backend)
+    ways = {LARGEST: _with_largest, EIGHT_BITS: _with_keys_of_8_bits}
+    attend = functools.partial(ways.get(cell.mod, attention), backend=backend)
     if cell.way == "deterministic":
         attend = functools.partial(attend, deterministic=True)
     try:
@@ -161,6 +167,16 @@ def outcome(cell: Cell, backend: str, device: str | torch.device = "cpu") -> str
     except ComposattnError as refusal:
         return f"{type(refusal).__name__}: {refusal}"
     return OK
+
+
+def _quantised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QuantizedInputs:
+    return quantize(q, k, v, scale="token", hadamard=False, center=False)
+
+
+def _with_keys_of_8_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """`attention` to k and v in 8 bits, which get their gradients straight through."""
+    made = _quantised(q, k, v)
+    return attention(q, made.k, made.v, **options)
 
 
 def _with_largest(q: torch.Tensor, *tensors: torch.Tensor, backend: str, **options: Any) -> Any:
