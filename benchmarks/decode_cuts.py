@@ -28,20 +28,19 @@ from benchmarks.run import save
 from benchmarks.tilings import planning_with
 from benchmarks.timing import Call, Stopwatch, captured, interleaved
 from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import Target
 from composattn.call.problem import Problem
 
 HEADS, KV_HEADS = 32, 8
-LEAVE = {"persistent": False, "shares": None, "q_stages": 1}
-STAY = {"persistent": True, "shares": "all", "q_stages": 2, "drawn": None}
 
 
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
     """Fields of the tilings that `hopper/few_rows.py` chooses among."""
 
     def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
-        cut = {"blocks": blocks, "tile_n": tile_n, "stages": stages}
-        return cut | (STAY if shared else LEAVE)
+        scheduler = Scheduler.STREAM_K if shared else Scheduler.ONE_TILE
+        return {"blocks": blocks, "tile_n": tile_n, "stages": stages, "scheduler": scheduler}
 
     one = 128, {64: 4, 96: 2, 128: 2}[dim]
     found = {"two": of(2, 128 if dim == 64 else 64, {64: 3, 96: 4, 128: 3}[dim]), "one": of(1, *one)}

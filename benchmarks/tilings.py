@@ -30,11 +30,15 @@ from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
+from composattn.backends.fused.tiles.scheduler import Scheduler
+from composattn.backends.hopper.tiling import RowSteps
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.lag import Lag
 
 Changes = dict[str, Any]
-OBJECTS: dict[str, Callable[..., Any]] = {"exponential": ExponentialUnits, "lag": Lag}
+OBJECTS: dict[str, Callable[..., Any]] = {
+    "exponential": ExponentialUnits, "lag": Lag, "scheduler": Scheduler.__getitem__, "steps": RowSteps
+}  # fmt: skip
 _FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 
 
@@ -43,7 +47,11 @@ def changes_of(text: str) -> Changes:
     found = {name: ast.literal_eval(value) for name, value in _FIELD.findall(text)}
     if not found:
         raise SystemExit(f'a variant is fields with values, such as "tile_n=96 stages=3"; got {text!r}')
-    return {name: OBJECTS[name](*value) if name in OBJECTS else value for name, value in found.items()}
+    return {name: OBJECTS[name](*_several(value)) if name in OBJECTS else value for name, value in found.items()}
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def changed(architecture: Architecture, direction: str, changes: Changes) -> Architecture:

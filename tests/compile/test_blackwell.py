@@ -16,6 +16,7 @@ from benchmarks.model.loops import roles
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import TARGETS
 from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
@@ -94,8 +95,8 @@ def test_blocks_that_take_over_tiles_ask_for_them_and_compile_lean(folder: Path)
     assert asked in compile_offline(takes, folder).ptx and asked not in compile_offline(stays, folder).ptx
     assert "that of a block not started yet" in str(takes) and "not started" not in str(stays)
     check_lean(compile_offline(takes, folder))
-    with pytest.raises(ValueError, match="persistent=True"):
-        dataclasses.replace(stays.tiling, persistent=False, takes_over=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="of persistent blocks"):
+        dataclasses.replace(stays.tiling, scheduler=Scheduler.ONE_TILE, takes_over=True)  # type: ignore[call-arg]
 
 
 def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> None:

@@ -19,9 +19,9 @@ from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.few_queries import splits
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.tiling import EIGHT_ROWS
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.cluster import EAGER, LATE, random_mode
@@ -164,7 +164,7 @@ def test_eight_rows_are_those_of_a_whole_tile(
     program, problem = ca.Attention(**mods).program, Problem.of(q, k, v)
     problem = dataclasses.replace(problem, schedule=Schedule(split_kv=split))
     plan = plan_forward(problem, program, HOPPER, return_max_scores=True)
-    assert plan.tiling.kernel == EIGHT_ROWS
+    assert plan.tiling.eight_rows
     captured = [c.tensor for c in program.captures]
     for mode in (EAGER, LATE, random_mode(1)):
         with emulating(mode):
@@ -177,7 +177,7 @@ def test_eight_rows_are_those_of_a_whole_tile(
 def test_more_rows_than_a_kernel_computes_are_refused() -> None:
     few, many = (Problem(1, 8, 2, n, 300, 64, 64, torch.bfloat16, torch.device("cpu")) for n in (2, 3))
     eight = forward_tiling(few, Program(), HOPPER)
-    assert eight.kernel == EIGHT_ROWS and eight.most_rows == 8
+    assert eight.eight_rows and eight.most_rows == 8
     with pytest.raises(ValueError, match="computes 8 rows"):
         plan_forward(many, Program(), HOPPER, tiling=eight)
 
@@ -196,7 +196,8 @@ def roles_fit(artifact: Artifact) -> bool:
     if not isinstance(artifact.plan, ForwardPlan):
         return True
     t = artifact.plan.tiling
-    return 128 * (t.warpgroups * t.consumer_registers + t.producer_registers) <= artifact.registers * artifact.threads
+    computing, copying = t.registers(artifact.plan.layout.kv == "paged")
+    return 128 * (t.warpgroups * computing + copying) <= artifact.registers * artifact.threads
 
 
 PLANS = {
@@ -229,7 +230,7 @@ def test_what_equal_shares_leave_is_written_and_read_in_16_bytes() -> None:
     Two of four words of statistics are read: nobody asked for the largest score.
     """
     chosen = PLANS["gqa4-d128-in-equal-shares"]
-    assert chosen.tiling.shares == "all"
+    assert chosen.tiling.scheduler is Scheduler.STREAM_K
     artifact = compile_offline(chosen)
     if not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")

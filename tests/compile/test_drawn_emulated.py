@@ -18,6 +18,7 @@ from composattn.backends.fused.planning.arguments import ForwardArguments
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling, tiling_of_form
 from composattn.backends.hopper.forward_table import GUESSES_STAYS, STAYS
@@ -46,7 +47,7 @@ def drawn(plan: ForwardPlan, **changes: Any) -> ForwardPlan:
 
 def check_bits_of_a_block_per_tile(plan: ForwardPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Whichever way outputs leave where blocks draw their tiles."""
-    leaves = drawn(plan, persistent=False, drawn=None, output_direct=False)
+    leaves = drawn(plan, scheduler=Scheduler.ONE_TILE)
     out, lse = EmulatedForward(leaves)(q, k, v, 0.06)[:2]
     assert lse is not None and not out.isnan().any()
     for mode in (EAGER, LATE, random_mode(2)):
@@ -76,13 +77,13 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
     plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, problem, program, FEW))
     if guesses:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
-    assert plan.tiling.drawn == "late"
-    out, lse = run(drawn(plan, persistent=False, drawn=None, q_stages=1))
+    assert plan.tiling.scheduler is Scheduler.LATE
+    out, lse = run(drawn(plan, scheduler=Scheduler.ONE_TILE))
     assert lse is not None and not out.isnan().any()
     assert torch.allclose(lse, wanted, atol=1e-4, rtol=0)
-    for when, mode in (("early", EAGER), ("early", LATE), ("late", random_mode(1))):
+    for when, mode in ((Scheduler.EARLY, EAGER), (Scheduler.EARLY, LATE), (Scheduler.LATE, random_mode(1))):
         with emulating(mode):
-            other, its_lse = run(drawn(plan, drawn=when))
+            other, its_lse = run(drawn(plan, scheduler=when))
         assert torch.equal(out, other) and torch.equal(lse, its_lse), (when, mode)
 
 
@@ -134,29 +135,16 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
         chosen = forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
         assert chosen.output_direct == direct == chosen.persistent
     assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
-    chosen = forward_tiling(problem, ca.Attention().program, HOPPER)
-    for refused in ({"drawn": None}, {"q_stages": 2}):
-        with pytest.raises(ValueError, match="output_direct"):
-            dataclasses.replace(chosen, **refused)
 
 
 @pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))
-@pytest.mark.parametrize(("d", "changes"), [(256, {}), (192, {"tile_n": 112, "held": 64, "output_direct": True})])
-def test_the_next_queries_come_while_outputs_leave_from_registers(
-    d: int, changes: dict[str, Any], name: str, generator: torch.Generator
-) -> None:
-    """6 tiles for two blocks, which read some columns of Q from shared memory."""
-    q, k, v = (outlier_normal(1, h, 290, d, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
+def test_the_next_queries_come_while_outputs_leave_from_registers(name: str, generator: torch.Generator) -> None:
+    """6 tiles for two blocks, which read Q from shared memory."""
+    q, k, v = (outlier_normal(1, h, 290, 256, generator=generator, dtype=torch.bfloat16) for h in (2, 1, 1))
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     plan = plan_forward(problem, ca.Attention(**CASES[name]).program, dataclasses.replace(HOPPER, sms=2))
-    plan = drawn(plan, q_stages=1, **changes)
-    assert isinstance(plan.tiling, HopperTiling)
-    assert (
-        plan.tiling.drawn == "late"
-        and plan.direct_store
-        and not plan.tiling.frees_queries
-        and not plan.tiling.separate_o
-    )
+    assert isinstance(plan.tiling, HopperTiling) and plan.tiling.scheduler is Scheduler.LATE
+    assert plan.direct_store and not plan.tiling.frees_queries and not plan.tiling.separate_o
     check_bits_of_a_block_per_tile(plan, q, k, v)
 
 

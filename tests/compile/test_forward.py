@@ -281,8 +281,8 @@ def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
 
 
 def test_plain_blocks_that_hold_queries_stay_and_draw_their_tiles() -> None:
-    for tiling, drawn in ((cut(192, 8192), "late"), (cut(128, 16384), "early"), (cut(192, 8192, causal()), "late")):
-        assert tiling.held == 128 and tiling.persistent and tiling.drawn == drawn
+    for tiling in (cut(192, 8192), cut(128, 16384), cut(192, 8192, causal())):
+        assert tiling.held == 128 and tiling.scheduler.draws
     assert [cut(192, 8192, persistent=stays).tile_n for stays in (None, False)] == [80, 112]
 
 
@@ -346,7 +346,8 @@ def test_wide_tiles_keep_within_registers_and_shared_memory() -> None:
             if max(d, dv) > 256:
                 problem = Problem(1, 16, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
                 t = forward_tiling(problem, Program(), HOPPER)
-                assert 128 * (GROUPS * t.consumer_registers + t.producer_registers) <= HOPPER.registers
+                for computing, copying in (t.registers(False), t.registers(True)):
+                    assert 128 * (GROUPS * computing + copying) <= HOPPER.registers
                 assert t.shared_memory(2) <= HOPPER.shared_memory
                 assert t.stages >= 8
                 assert d <= t.d and dv <= t.dv == GROUPS * t.output_columns
@@ -359,8 +360,8 @@ def test_roles_keep_within_the_register_file() -> None:
             for q_len, kv_len in ((1, 4096), (300, 300), (4096, 4096)):
                 problem = Problem(1, 1, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
                 t = forward_tiling(problem, Program(), HOPPER)
-                registers = 128 * (t.warpgroups * t.consumer_registers + t.producer_registers)
-                assert t.blocks * registers <= HOPPER.registers
+                for computing, copying in (t.registers(False), t.registers(True)):
+                    assert t.blocks * 128 * (t.warpgroups * computing + copying) <= HOPPER.registers
                 assert t.blocks * t.shared_memory(2) <= HOPPER.shared_memory
                 assert t.tile_n % 16 == 0
                 assert t.tile_n >= 64
@@ -393,14 +394,14 @@ def test_of_long_documents_warpgroups_pass_by_what_only_others_see() -> None:
         assert not cut(128, 8192, causal() & mask, persistent=False).persistent
     assert cut(128, 8192, document(ids)).persistent
     assert not cut(128, 8192, other).persistent  # its tiles differ more, and are dealt unevenly
-    assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward_in_order"
+    assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward"
     assert {cut(128, 2048, None).kernel, cut(128, 2048, causal()).kernel} == {"forward"}
 
 
 def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> None:
     assert {cut(d, 8192, mask).kernel for d in (64, 96, 128) for mask in (None, causal())} == {GUESSING}
     assert [cut(64, 8192, mask).stages for mask in (None, causal())] == [3, 3] and cut(128, 8192).stages == 2
-    assert cut(64, 8192, batch_invariant=True).kernel == "forward_in_order"
+    assert cut(64, 8192, batch_invariant=True).kernel == "forward"
     assert [cut(128, length, causal()).kernel for length in (2048, 4096)] == ["forward", GUESSING]
     assert cut(192, 8192).kernel == "forward"
 
@@ -540,7 +541,7 @@ def test_blocks_that_stay_have_room_for_two_tiles_of_queries_if_there_is_any() -
 
 
 def test_with_d_128_a_block_stays_for_several_tiles_where_queries_see_few_keys() -> None:
-    assert [cut(128, length, causal()).drawn for length in (256, 4096, 8192, 16384)] == ["late", "late", "early", None]
+    assert [cut(128, length, causal()).scheduler.draws for length in (256, 4096, 8192, 16384)] == [True] * 3 + [False]
     assert all(cut(128, length).persistent for length in (4096, 5000, 8192))
     assert not cut(128, 256, causal(), persistent=False).persistent
     assert not plan(mask="causal", length=2048, heads=8).tiling.persistent, "128 tiles, one an SM"

@@ -19,7 +19,7 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.maxima import BY_SUMS, BY_SUMS_WIDE
-from composattn.backends.hopper.tiling import GUESSING
+from composattn.backends.hopper.tiling import GUESSING, RowSteps
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
@@ -76,7 +76,7 @@ def test_rows_come_out_right_however_far_they_rise(
     asked = ca.Attention(score_mod=score, mask_mod=mask)
     exact = ca.Attention(score_mod=score, mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
-    plan = guessing(Problem.of(q, k, v), asked.program, rescale_early=early)
+    plan = guessing(Problem.of(q, k, v), asked.program, steps=RowSteps(rescale_early=early))
     captured = [c.tensor for c in asked.program.captures]
     found = []
     for mode in (EAGER, LATE, random_mode(1)):
@@ -103,7 +103,8 @@ def test_guesses_begin_again_behind_those_that_fail(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wanted, lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
     with emulating(LATE):
-        out, out_lse, _ = EmulatedForward(guessing(Problem.of(q, k, v), Program(), rescale_early=early))(q, k, v, 0.125)
+        plan = guessing(Problem.of(q, k, v), Program(), steps=RowSteps(rescale_early=early))
+        out, out_lse, _ = EmulatedForward(plan)(q, k, v, 0.125)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
     assert out_lse is not None
     torch.testing.assert_close(out_lse.double(), lse.double(), atol=1e-3, rtol=1e-5)
@@ -143,7 +144,7 @@ def test_with_a_score_mod_rows_are_those_of_fp64(
     exact = ca.Attention(score_mod=MODS[mod], mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
     captured = [c.tensor for c in asked.program.captures]
-    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, rescale_early=early))
+    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, steps=RowSteps(rescale_early=early)))
     with emulating(LATE):
         out, out_lse, out_highest = forward(q, k, v, d**-0.5, captured)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)

@@ -15,6 +15,7 @@ import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.counter import counter_of
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
@@ -30,8 +31,8 @@ def shared(problem: Problem, program: Any, **changes: Any) -> HopperTiling:
     """The tiling of a long call, with tiles of few keys."""
     long = dataclasses.replace(problem, q_len=LONG, kv_len=LONG)
     found = forward_tiling(long, program, FEW)
-    assert isinstance(found, HopperTiling) and found.drawn
-    return dataclasses.replace(found, shares="last", tile_n=32, **changes)
+    assert isinstance(found, HopperTiling) and found.scheduler.draws
+    return dataclasses.replace(found, scheduler=Scheduler.LATE_STREAM_K, tile_n=32, **changes)
 
 
 @pytest.mark.parametrize(

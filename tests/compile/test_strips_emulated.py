@@ -221,7 +221,7 @@ def test_blocks_that_stay_draw_strips_from_a_table(few_tiles: None, generator: t
     qkv = asked.q, asked.k, asked.v
     stays = dataclasses.replace(Problem.of(*qkv), schedule=Schedule(order="longest_first", persistent=True))
     plan = plan_forward(stays, asked.program, dataclasses.replace(HOPPER, sms=3))
-    assert plan.strips is not None and plan.work is not None and plan.tiling.drawn
+    assert plan.strips is not None and plan.work is not None and plan.tiling.scheduler.draws
     out, lse, _ = EmulatedForward(plan)(*qkv, 128**-0.5, [])
     wanted, wanted_lse = ca.attention(
         *(t.double() for t in qkv), mask_mod=asked.mask_mod, backend="reference", return_lse=True

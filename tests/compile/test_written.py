@@ -35,7 +35,8 @@ MANY = 8192  # keys of which large blocks are chosen, which guess their maxima
 def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan:
     cut = forward_tiling(dataclasses.replace(problem, q_len=MANY, kv_len=MANY), program, HOPPER)
     assert isinstance(cut, HopperTiling)
-    return plan_forward(problem, program, HOPPER, tiling=dataclasses.replace(cut, written=written))
+    cut = dataclasses.replace(cut, steps=dataclasses.replace(cut.steps, written=written))
+    return plan_forward(problem, program, HOPPER, tiling=cut)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document
 
 RECORDS: dict[str, Any] = {
-    "forward": ForwardArguments, "forward_eight_rows": ForwardArguments,
+    "forward": ForwardArguments,
     "combine": CombineArguments, "preprocess": PreprocessArguments,
     "backward": MainArguments, "backward_exchange": MainArguments,
     "postprocess": PostprocessArguments, "backward_gather": GatherArguments,
@@ -151,4 +151,4 @@ def test_pages_in_parts_are_as_described(packed: bool) -> None:
     q = torch.randn((3, 4, 64) if packed else (1, 4, 3, 64), dtype=torch.bfloat16)
     varlen = ca.Varlen(torch.tensor([0, 3], dtype=torch.int32)) if packed else None
     attention(q, *pages, varlen=varlen, paged=paged, return_lse=True, return_max_scores=True)
-    attention.check_arguments("forward" if packed else "forward_eight_rows", "combine")
+    attention.check_arguments("forward", "combine")

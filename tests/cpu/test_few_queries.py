@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.tiling import HopperTiling, launched_registers
+from composattn.backends.hopper.tiling import HopperTiling, launched_registers, registers_for
 from composattn.call.problem import Problem
 from composattn.mods import softcap
 
@@ -65,9 +66,8 @@ def test_results_of_a_fixed_order_come_from_one_kind_of_block() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_threads_that_compute_have_the_registers_that_copying_ones_leave(blocks: int) -> None:
     """One more step of 8, and they would wait for ever for what they were not launched with."""
-    for rows, copying in ((64, 24), (64, 40), (128, 24), (128, 40), (192, 32)):
-        chosen = dataclasses.replace(tiling(32), tile_m=rows, blocks=blocks, producer_registers=copying)
-        launched = launched_registers(rows // 64, blocks) * (rows // 64 + 1)
-        more = rows // 64 * (chosen.consumer_registers + 8) + copying
-        assert rows // 64 * chosen.consumer_registers + copying <= launched
-        assert more > launched or chosen.consumer_registers == 240
+    for warpgroups, paged in itertools.product((1, 2, 3), (False, True)):
+        computing, copying = registers_for(warpgroups, blocks, paged)
+        launched = launched_registers(warpgroups, blocks) * (warpgroups + 1)
+        assert warpgroups * computing + copying <= launched
+        assert warpgroups * (computing + 8) + copying > launched or computing == 240

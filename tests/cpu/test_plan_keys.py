@@ -13,6 +13,7 @@ import torch
 from composattn.analysis.program import Program
 from composattn.analysis.strips import Strips
 from composattn.backends.fused.planning.plan import Plan, TiledPlan
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.tiling import Tiling
 from composattn.graph.content import content
@@ -59,18 +60,7 @@ def _kinds(base: type) -> Iterator[type]:
 def test_what_was_told_apart_by_sentences_once_is_by_fields() -> None:
     (plan,) = forward(HOPPER)
     tiling = plan.tiling
-    tilings = [
-        dataclasses.replace(tiling, drawn=drawn, shares=shares, output_direct=direct, q_stages=1, persistent=True)
-        for drawn, shares, direct in (
-            (None, None, False),
-            (None, "all", False),
-            ("early", None, False),
-            ("early", "last", False),
-            ("late", None, False),
-            ("late", "last", False),
-            ("late", "last", True),
-        )
-    ]
+    tilings = [dataclasses.replace(tiling, scheduler=scheduler) for scheduler in Scheduler]
     keys = {dataclasses.replace(plan, tiling=other).key for other in tilings}
     keys |= {dataclasses.replace(plan, has_stretches=True).key, dataclasses.replace(plan, strips=Strips(64, 3)).key}
     keys |= {dataclasses.replace(plan, strips=Strips(64, 3, beyond=True)).key}

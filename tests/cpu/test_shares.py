@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, softcap
@@ -73,7 +74,7 @@ def planned(
 @pytest.mark.parametrize(("d", "length", "batch"), [(128, 4096, 8), (128, 4608, 3), (128, 8192, 2), (256, 8192, 2)])
 def test_long_full_calls_whose_last_round_is_not_full_share_it(d: int, length: int, batch: int) -> None:
     plan = planned(d, length, batch)
-    assert plan.tiling.shares and not plan.is_split
+    assert plan.tiling.scheduler is Scheduler.LATE_STREAM_K and not plan.is_split
     assert "the last two rounds shared alike" in str(plan)
     assert plan.counters == 1 + 132 * 8
 
@@ -96,7 +97,7 @@ def test_long_full_calls_whose_last_round_is_not_full_share_it(d: int, length: i
 )
 def test_others_share_nothing(changes: dict[str, Any]) -> None:
     plan = planned(**{"d": 256, "length": 8192, **changes})
-    assert not plan.tiling.shares and plan.counters == 1
+    assert not plan.tiling.scheduler.shares and plan.counters == 1
 
 
 @given(most=st.integers(1, 12), tiles=st.integers(1, 40), keys=st.integers(1, 40))
@@ -134,10 +135,10 @@ def decode(batch: int, length: int = 8192, d: int = 128, schedule: Any = None, *
 @pytest.mark.parametrize(("batch", "d"), [(52, 64), (34, 96), (34, 128)])
 def test_few_queries_of_sequences_that_fill_no_rounds_share_all_keys(batch: int, d: int) -> None:
     plan = decode(batch, d=d)
-    assert plan.tiling.shares == "all" and not plan.is_split and plan.direct_store
+    assert plan.tiling.scheduler is Scheduler.STREAM_K and not plan.is_split and plan.direct_store
     assert "persistent, all keys shared alike" in str(plan)
     assert plan.counters == 1 + 132 * 4
-    assert decode(batch, d=d, score_mod=softcap(30.0)).tiling.shares == "all"
+    assert decode(batch, d=d, score_mod=softcap(30.0)).tiling.scheduler is Scheduler.STREAM_K
 
 
 @pytest.mark.parametrize(
@@ -156,4 +157,4 @@ def test_few_queries_of_sequences_that_fill_no_rounds_share_all_keys(batch: int,
     ids=str,
 )
 def test_other_few_queries_share_nothing(changes: dict[str, Any]) -> None:
-    assert not decode(**{"batch": 34, **changes}).tiling.shares
+    assert not decode(**{"batch": 34, **changes}).tiling.scheduler.shares

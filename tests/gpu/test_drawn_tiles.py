@@ -11,6 +11,7 @@ import torch
 import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running import counter
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, sliding_window, softcap
@@ -55,7 +56,7 @@ def test_all_rows_are_those_of_a_block_per_tile(name: str, length: int, d: int) 
         poison_cuda_memory()
         again, its_lse = attend(mods, *inputs, schedule=schedule)
         # wider blocks that stay may have fewer keys in a tile, and of shares a row's keys may be summed apart
-        if schedule.persistent is None or (d == 128 and not of_problem.tiling.shares):
+        if schedule.persistent is None or (d == 128 and not of_problem.tiling.scheduler.shares):
             assert torch.equal(again, out) and torch.equal(its_lse, lse)
 
 
@@ -105,4 +106,4 @@ def test_these_calls_are_drawn() -> None:
     for mods in MODS.values():
         for length in LENGTHS[2:]:
             plan = plan_forward(Problem.of(*drawn(3, length, 128)), ca.Attention(**mods()).program, HOPPER)
-            assert plan.tiling.drawn == "late"
+            assert plan.tiling.scheduler is Scheduler.LATE

@@ -7,6 +7,7 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import Target
 from composattn.call.problem import Problem
 from tests.support import gpu_backend, poison_cuda_memory
@@ -48,7 +49,7 @@ def test_shares_are_right_and_the_same_each_time(d: int, length: int, batch: int
     make = torch.Generator("cuda").manual_seed(d + length)
     q, k, v = (numbers((batch, heads, length, d), make) for heads in (8, 4, 4))
     plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, Target.of(q.device))
-    assert plan.tiling.shares == "last"
+    assert plan.tiling.scheduler is Scheduler.LATE_STREAM_K
     check(q, k, v, calls=50)
 
 
@@ -62,5 +63,5 @@ def test_equal_shares_of_few_queries_are_right_and_the_same_each_time(
     make = torch.Generator("cuda").manual_seed(d + length)
     q, k, v = (numbers((batch, h, rows, d), make) for h, rows in ((8 * heads, queries), (8, length), (8, length)))
     plan = plan_forward(Problem.of(q, k, v), ca.Attention().program, Target.of(q.device))
-    assert plan.tiling.shares == "all"
+    assert plan.tiling.scheduler is Scheduler.STREAM_K
     check(q, k, v, calls=200)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
 from ..fused.tiles.traits import padded, queries, reads_pairs
@@ -29,12 +31,14 @@ class BlackwellTiling(RowForwardTiling):
     place of the one a grid further.
     """
 
+    l2: ClassVar[int] = 64 << 20
+
     takes_over: bool = False
 
     def __post_init__(self) -> None:
         _ = self.tensor_memory  # refuses a map that does not fit
         if self.takes_over and not self.persistent:
-            raise ValueError("takes_over is of blocks that stay for many tiles: persistent=True")
+            raise ValueError("takes_over is of persistent blocks, which stay for many tiles")
 
     @property
     def roles(self) -> Roles:
@@ -93,10 +97,9 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
         early_keys=tile_n * 3 // 4 // 32 * 32,
         maximum_by_load=target.maximum_by_load,
         exponential=exponential_units(program, target, d, dv, problem.dtype),
-        l2=64 << 20,
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
-        persistent=problem.schedule.persistent or False,
+        scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
     )
 
 

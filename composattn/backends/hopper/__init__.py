@@ -19,24 +19,15 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_wide import HopperBackwardWide
-    from .forward import (
-        HopperForward,
-        HopperForwardEightRows,
-        HopperForwardFromFirst,
-        HopperForwardGuessing,
-        HopperForwardInOrder,
-    )
-    from .forward_wide import HopperForwardWide, HopperForwardWideInOrder
+    from .forward import HopperForward, HopperForwardFromFirst, HopperForwardGuessing
+    from .forward_wide import HopperForwardWide
     from .rounding import HopperGather, HopperPostprocess
 
     return {
         "forward": HopperForward,
-        "forward_eight_rows": HopperForwardEightRows,
-        "forward_in_order": HopperForwardInOrder,
         "forward_guessing": HopperForwardGuessing,
         "forward_from_first": HopperForwardFromFirst,
         "forward_wide": HopperForwardWide,
-        "forward_wide_in_order": HopperForwardWideInOrder,
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,

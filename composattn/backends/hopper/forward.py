@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from ...primitives.arithmetic import IN_ORDER
+from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic
 from ...primitives.barriers import Barriers
 from ...primitives.emit_tiles import BandTiles
 from ...primitives.pipelines import Copies, Edge, Warps, start_edges
@@ -45,6 +45,11 @@ class WarpgroupForward(Forward[AnyTiling]):
 
     rows = ROWS
 
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Where rows know of no others, sums round alike wherever a row's keys begin."""
+        return IN_ORDER if self.plan.batch_invariant else ONE_BY_ONE
+
     @abc.abstractmethod
     def block(self, call: Call) -> Any:
         """Shared memory and edges of a block."""
@@ -67,11 +72,12 @@ class WarpgroupForward(Forward[AnyTiling]):
         prefetch(call, warp == 0)
         block = self.block(call)
         start_edges(block.edges, warp)
+        registers = self.tiling.registers(self.plan.layout.kv == "paged")
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tiling.producer_registers)
+            cute.arch.setmaxregister_decrease(registers.copying)
             self.copy(call, block, warp)
         else:
-            cute.arch.setmaxregister_increase(self.tiling.consumer_registers)
+            cute.arch.setmaxregister_increase(registers.computing)
             thread = cute.arch.thread_idx()[0] - WARPGROUP
             self.consume(call, block, thread, self.mods.softmax_scale_log2(call.scale))
 
@@ -88,10 +94,10 @@ class HopperForward(WarpgroupForward[HopperTiling]):
 
     consumes = Consume
     group_rows = GroupRows
-    fragment_of = staticmethod(fragment_shape)
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
-        super().__init__(plan, self.fragment_of(plan.tiling.tile_n))
+        shape = first_rows_shape if plan.tiling.eight_rows else fragment_shape
+        super().__init__(plan, shape(plan.tiling.tile_n))
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
     def block(self, call):
@@ -112,18 +118,6 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         me.turns.start(me.number)
         self.consumes(self, call, me).run()
         me.drain_stores()
-
-
-class HopperForwardEightRows(HopperForward):
-    """`HopperForward` for tiles whose first eight rows alone are queries: half of the softmax and of the mods."""
-
-    fragment_of = staticmethod(first_rows_shape)
-
-
-class HopperForwardInOrder(HopperForward):
-    """`HopperForward` whose sums round alike wherever a row's keys begin, see `Schedule.batch_invariant`."""
-
-    arithmetic = IN_ORDER
 
 
 class HopperForwardApart(HopperForward):
@@ -197,13 +191,13 @@ class Block(Fixed):
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
             Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
         ]
-        if tiling.drawn:  # numbers of the tiles that follow
+        if tiling.scheduler.draws:  # numbers of the tiles that follow
             edges.append(Edge(2, Warps(1), consumers))
         smem = SmemAllocator()
         self.edges = Edge.allocate(smem, edges)
         self.rings = self.q_edge, self.k_edge, self.v_edge = self.edges[:3]
         self.queue = None
-        if tiling.drawn:
+        if tiling.scheduler.draws:
             self.queue = TileQueue(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
@@ -273,9 +267,9 @@ class Products(WarpgroupProducts):
 
     def __init__(self, tiling, block, number):
         self.q_stages = tiling.q_stages
-        self.qk = product(block.dtype, tiling.tile_n, written=tiling.written)
-        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.written)
-        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
+        self.qk = product(block.dtype, tiling.tile_n, written=tiling.steps.written)
+        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.steps.written)
+        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.steps.written)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
@@ -321,7 +315,8 @@ class ProductsWithSums(Products):
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)
-        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True, written=tiling.written)
+        written = tiling.steps.written
+        self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True, written=written)
         # of so many columns that the memory's layout divides them; fewer are multiplied
         wide = product(block.dtype, tiling.dv + tiling.ones, right=MN, left_in_registers=True).get_slice(0)
         self.tOrV = wide.make_fragment_B(wide.partition_B(permuted(block.sVOnes, 1, 0, 2)))

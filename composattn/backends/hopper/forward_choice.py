@@ -10,7 +10,7 @@ from ..fused.planning.call_class import CallClass, Work, class_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
-from .forward_forms import alone, documents, large, small
+from .forward_forms import Facts, alone, documents, large, small
 from .forward_table import Form, row_of
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
@@ -38,12 +38,10 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
 
 
 def tiling_of_form(form: Form, problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
-    """A call's tiling by one of the forms; raises `ValueError` where fields of it exclude each other."""
+    """A call's tiling by one of the forms."""
     if form.kind == "wide":
         return wide_tiling(problem, program, target)
-    heads = packed_heads(problem, program, ROWS)
-    if form.kind == "documents":
-        return documents(problem, program, heads)
+    call = Facts(problem, program, target)
     if form.kind == "large":
-        return large(problem, program, target, heads, form.guesses, form.stays)
-    return {"few": few_rows, "small": small, "alone": alone}[form.kind](problem, program, target, heads)
+        return large(call, form.guesses, form.stays)
+    return {"few": few_rows, "small": small, "alone": alone, "documents": documents}[form.kind](call)

@@ -7,9 +7,12 @@ The first row that a call's class matches is taken. A row's evidence is the run 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import Any, Literal
 
-from ..fused.planning.call_class import BEYOND, CallClass, LayoutKind, Mask, Mods, Order, Work
+from ..fused.planning.call_class import BEYOND, CallClass, Mask, Mods, Work
+from ..fused.tiles.patterns import Pattern, Span, matches
+from .evidence import Evidence, Measured, NotMeasured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,95 +34,51 @@ class Form:
         return self.kind + ", guesses" * self.guesses + ", stays" * self.stays
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """By `results`, a file in benchmarks/results: so many of its `shapes` are the row's.
-
-    `gain`: geometric mean of the time of the best other form over this one's.
-    """
-
-    results: str
-    shapes: int
-    gain: float
-
-    def __str__(self) -> str:
-        return f"measured on {self.shapes} shapes: {self.gain - 1:+.1%} over the best other form ({self.results})"
-
-
-@dataclasses.dataclass(frozen=True)
-class NotMeasured:
-    """By no run of all forms; what stands there is from single timings, or by likeness, as `why` says."""
-
-    why: str
-
-    def __str__(self) -> str:
-        return f"not measured: {self.why}"
-
-
 def fitted(shapes: int, gain: float) -> Measured:
     """One H200, commit 74da48e, 200 shapes."""
     return Measured("sweeps/h200-forward-fit.json", shapes, gain)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
-    """A pattern of classes, each field of which says what is in it; `seen`, `length`: more than, and up to."""
+    """Calls of all classes that are in the pattern, and in no row before."""
 
     form: Form
-    evidence: Measured | NotMeasured
-    widest: tuple[int, int] = (0, 256)
-    mods: tuple[Mods, ...] = tuple(Mods)
-    mask: tuple[Mask, ...] = tuple(Mask)
-    layout: tuple[LayoutKind, ...] = ("dense", "packed", "paged", "mixed")
-    order: tuple[Order, ...] = ("any", "fixed", "batch-invariant")
-    work: tuple[Work, ...] = tuple(Work)
-    seen: tuple[int, int] = (0, BEYOND)
-    length: tuple[int, int] = (0, BEYOND)
-    sectors: tuple[bool, ...] = (False, True)
-    square: tuple[bool, ...] = (False, True)  # D and Dv are one on chip
-    packs: tuple[bool, ...] = (False, True)
-    fills: tuple[bool, ...] = (False, True)
-
-    def matches(self, call: CallClass) -> bool:
-        """Whether a call's class is in the row."""
-        (more, most), (seen_more, seen_most), (longer, longest) = self.widest, self.seen, self.length
-        return (
-            more < call.widest <= most
-            and seen_more < call.seen <= seen_most
-            and longer < call.length <= longest
-            and call.mods in self.mods
-            and call.mask in self.mask
-            and call.layout in self.layout
-            and call.order in self.order
-            and call.work in self.work
-            and call.sectors in self.sectors
-            and (call.d == call.dv) in self.square
-            and call.packs in self.packs
-            and call.fills in self.fills
-        )
+    evidence: Evidence
+    pattern: Pattern
 
 
 FEW, SMALL, ALONE, LARGE, WIDE = Form("few"), Form("small"), Form("alone"), Form("large"), Form("wide")
 DOCUMENTS, STAYS = Form("documents"), Form("large", stays=True)
 GUESSES, GUESSES_STAYS = Form("large", guesses=True), Form("large", guesses=True, stays=True)
 
-TO_64, TO_96, TO_128, TO_160, TO_224, TO_256 = (0, 64), (64, 96), (96, 128), (128, 160), (192, 224), (224, 256)
+TO_BEYOND = Span(0, BEYOND)
+TO_64, TO_96, TO_128, TO_192, TO_256 = Span(0, 64), Span(64, 96), Span(96, 128), Span(160, 192), Span(224, 256)
 MASKS = tuple(m for m in Mask if m is not Mask.NONE)
 ONE_RUN = Mask.BOUNDS, Mask.TESTED, Mask.OPAQUE  # masks with which warpgroups pass by tiles of their own, and may guess
-YES = (True,)
-Pattern = dict[str, Any]
-ANY_MODS: Pattern = {"mods": tuple(Mods)}
 UNMASKED: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.NONE,)}
 OF_IDS: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.DOCUMENTS,), "packs": (False,)}
 BOUNDED: Pattern = {"mods": (Mods.PLAIN,), "mask": ONE_RUN, "packs": (False,)}
+DILATED: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.TESTED,), "packs": (False,)}
 LINES: Pattern = {"mods": (Mods.LINE,), "mask": ONE_RUN, "packs": (False,)}
-MASKED: Pattern = BOUNDED | {"mods": (Mods.PLAIN, Mods.LINE)}
+MASKED: Pattern = {"mods": (Mods.PLAIN, Mods.LINE), "mask": ONE_RUN, "packs": (False,)}
+DENSE: Pattern = {"layout": ("dense",), "order": ("any",)}
+KEEPS: Pattern = DENSE | {"mods": tuple(m for m in Mods if m is not Mods.DROPOUT)}
 
 
-def dense(form: Form, evidence: Measured | NotMeasured, widest: tuple[int, int], **pattern: Any) -> Row:
-    """A row for dense calls in any order, without dropout."""
-    mods = pattern.pop("mods", tuple(m for m in Mods if m is not Mods.DROPOUT))
-    return Row(form=form, evidence=evidence, widest=widest, layout=("dense",), order=("any",), mods=mods, **pattern)
+def every(form: Form, evidence: Evidence, widest: Span = TO_BEYOND, **pattern: Container[Any]) -> Row:
+    """Calls of all layouts and orders."""
+    return Row(form, evidence, {"widest": widest, **pattern})
+
+
+def at_once(form: Form, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row:
+    """Calls whose tiles may all run at once."""
+    return Row(form, evidence, {**DENSE, "widest": widest, **pattern})
+
+
+def dense(form: Form, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row:
+    """Calls of no other layout or order, and of no dropout."""
+    return Row(form, evidence, {**KEEPS, "widest": widest, **pattern})
 
 
 # single timings of one H200, before all forms were timed: benchmarks/findings.md
@@ -132,66 +91,69 @@ OF_LONG_LINES = NotMeasured("single timings: causal 8k of ALiBi loses 7 % by blo
 OF_LONG_256 = NotMeasured("single timings: 8k gains 0.5 % by blocks that stay, of longer ones there are none")
 OF_CURVES = NotMeasured("single timings: 2k gains 4 % by small blocks")
 OF_UNDRAWN = NotMeasured("at this D blocks that stay go by a fixed stride, and tiles that a mask cuts differ")
+AS_DILATED_88 = NotMeasured("as a dilated window of D 88, which loses 11 % by blocks that stay")
 AS_D_64 = NotMeasured("as D 64")
 AS_EVER = NotMeasured("as it was")
 
 # fmt: off
 TABLE: tuple[Row, ...] = (
-    Row(form=WIDE, evidence=NotMeasured("the only one"), widest=(256, BEYOND)),
-    Row(form=FEW, evidence=NotMeasured("a model of 205 timed calls chooses, `TimeOfReading`"), work=(Work.FEW_ROWS,)),
+    every(WIDE, NotMeasured("the only one"), Span(256, BEYOND)),
+    every(FEW, NotMeasured("a model of 205 timed calls chooses, `TimeOfReading`"), work=(Work.FEW_ROWS,)),
     # one short sequence: tiles of 64 queries, each with a multiprocessor of its own
-    dense(ALONE, OF_ONE_SEQUENCE, (0, 96), **ANY_MODS, work=(Work.AT_ONCE,), length=(128, 1152)),
-    dense(ALONE, OF_ONE_SEQUENCE, (96, 192), **ANY_MODS, work=(Work.AT_ONCE,), length=(0, 1152)),
-    dense(ALONE, OF_ONE_SEQUENCE, (192, 256), **ANY_MODS, work=(Work.AT_ONCE,), length=(0, 2304)),
-    dense(ALONE, OF_HALF_FULL, (128, 192), **ANY_MODS, mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=(0, 1152)),
-    dense(ALONE, OF_HALF_FULL, (192, 256), **ANY_MODS, mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=(0, 2304)),
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(0, 96), work=(Work.AT_ONCE,), length=Span(128, 1152)),
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(96, 192), work=(Work.AT_ONCE,), length=Span(0, 1152)),
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(192, 256), work=(Work.AT_ONCE,), length=Span(0, 2304)),
+    at_once(ALONE, OF_HALF_FULL, Span(128, 192), mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=Span(0, 1152)),
+    at_once(ALONE, OF_HALF_FULL, Span(192, 256), mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=Span(0, 2304)),
     # documents by ids
-    dense(DOCUMENTS, fitted(1, 1.047), TO_128, **OF_IDS, length=(4224, BEYOND)),
-    dense(SMALL, fitted(5, 1.078), (0, 128), mask=(Mask.DOCUMENTS,)),
+    dense(DOCUMENTS, fitted(1, 1.047), TO_128, **OF_IDS, length=Span(4224, BEYOND)),
+    dense(SMALL, fitted(5, 1.078), Span(0, 128), mask=(Mask.DOCUMENTS,)),
     # D up to 64
-    dense(SMALL, OF_FEW_ROUNDS, (0, 96), work=(Work.FEW_ROUNDS,), seen=(0, 1152), sectors=YES),
-    dense(GUESSES_STAYS, fitted(4, 1.058), TO_64, **LINES, seen=(256, 4224)),
-    dense(GUESSES_STAYS, fitted(5, 1.004), TO_64, **UNMASKED, seen=(0, 512), fills=YES),
-    dense(SMALL, fitted(13, 1.057), TO_64, seen=(0, 512), sectors=YES),
-    dense(SMALL, fitted(3, 1.038), TO_64, mods=(Mods.PAIRS,), seen=(0, 2304)),
-    dense(GUESSES_STAYS, fitted(23, 1.051), TO_64, **UNMASKED, seen=(0, 16384)),
-    dense(GUESSES_STAYS, fitted(15, 1.042), TO_64, **MASKED, seen=(0, 4224)),
+    dense(SMALL, OF_FEW_ROUNDS, Span(0, 96), work=(Work.FEW_ROUNDS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(GUESSES_STAYS, fitted(4, 1.058), TO_64, **LINES, seen=Span(256, 4224)),
+    dense(GUESSES_STAYS, fitted(5, 1.004), TO_64, **UNMASKED, seen=Span(0, 512), fills=(True,)),
+    dense(SMALL, fitted(13, 1.057), TO_64, seen=Span(0, 512), sectors=(True,)),
+    dense(SMALL, fitted(3, 1.038), TO_64, mods=(Mods.PAIRS,), seen=Span(0, 2304)),
+    dense(GUESSES_STAYS, fitted(23, 1.051), TO_64, **UNMASKED, seen=Span(0, 16384)),
+    dense(GUESSES, AS_DILATED_88, TO_64, **DILATED, seen=Span(512, 4224)),
+    dense(GUESSES_STAYS, fitted(15, 1.042), TO_64, **MASKED, seen=Span(0, 4224)),
     dense(GUESSES, OF_32K, TO_64, **UNMASKED),
     dense(GUESSES, AS_EVER, TO_64, **MASKED),
-    dense(SMALL, OF_CURVES, TO_64, seen=(0, 2304), sectors=YES),
+    dense(SMALL, OF_CURVES, TO_64, seen=Span(0, 2304), sectors=(True,)),
     dense(LARGE, AS_EVER, TO_64),
     # D up to 96
-    dense(GUESSES_STAYS, fitted(6, 1.007), TO_96, **UNMASKED, seen=(1152, BEYOND)),
-    dense(GUESSES_STAYS, fitted(6, 1.040), TO_96, **MASKED, length=(512, 1152)),
-    dense(GUESSES, fitted(6, 1.032), TO_96, **MASKED, length=(1152, BEYOND)),
-    dense(SMALL, AS_D_64, TO_96, mods=(Mods.PAIRS,), seen=(0, 1152), sectors=YES),
-    dense(LARGE, OF_UNDRAWN, TO_96, mask=MASKS, length=(1152, BEYOND)),
+    dense(GUESSES_STAYS, fitted(6, 1.007), TO_96, **UNMASKED, seen=Span(1152, BEYOND)),
+    dense(GUESSES_STAYS, fitted(6, 1.040), TO_96, **MASKED, length=Span(512, 1152)),
+    dense(GUESSES, fitted(6, 1.032), TO_96, **MASKED, length=Span(1152, BEYOND)),
+    dense(SMALL, AS_D_64, TO_96, mods=(Mods.PAIRS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(LARGE, OF_UNDRAWN, TO_96, mask=MASKS, length=Span(1152, BEYOND)),
     dense(STAYS, fitted(14, 1.066), TO_96),
     # D up to 128
-    dense(GUESSES_STAYS, fitted(3, 1.054), TO_128, **LINES, square=YES, seen=(512, 2304)),
-    dense(GUESSES, OF_LONG_LINES, TO_128, **LINES, square=YES, seen=(2304, BEYOND)),
-    dense(GUESSES_STAYS, fitted(5, 0.993), TO_128, **UNMASKED, square=YES, seen=(2304, BEYOND)),
-    dense(GUESSES_STAYS, fitted(12, 1.013), TO_128, **BOUNDED, square=YES, seen=(1152, 4224)),
-    dense(GUESSES, AS_EVER, TO_128, **BOUNDED, square=YES, seen=(4224, BEYOND)),
-    dense(STAYS, fitted(23, 1.070), TO_128, seen=(0, 4224)),
+    dense(GUESSES_STAYS, fitted(3, 1.054), TO_128, **LINES, square=(True,), seen=Span(512, 2304)),
+    dense(GUESSES, OF_LONG_LINES, TO_128, **LINES, square=(True,), seen=Span(2304, BEYOND)),
+    dense(GUESSES_STAYS, fitted(5, 0.993), TO_128, **UNMASKED, square=(True,), seen=Span(2304, BEYOND)),
+    dense(GUESSES_STAYS, fitted(12, 1.013), TO_128, **BOUNDED, square=(True,), seen=Span(1152, 4224)),
+    dense(GUESSES, AS_EVER, TO_128, **BOUNDED, square=(True,), seen=Span(4224, BEYOND)),
+    dense(STAYS, fitted(23, 1.070), TO_128, seen=Span(0, 4224)),
     dense(STAYS, AS_EVER, TO_128, **UNMASKED),
     dense(LARGE, AS_EVER, TO_128),
     # wider
-    dense(LARGE, fitted(2, 1.074), TO_160, seen=(1152, BEYOND)),
-    dense(LARGE, fitted(2, 1.060), TO_224, seen=(1152, BEYOND)),
-    dense(STAYS, fitted(27, 1.184), (128, 224)),
-    dense(LARGE, OF_LONG_256, TO_256, **UNMASKED, length=(8448, BEYOND)),
-    dense(STAYS, fitted(25, 1.070), TO_256, square=YES),
+    dense(STAYS, fitted(12, 1.200), TO_192),
+    dense(LARGE, fitted(2, 1.127), Span(128, 224), mask=MASKS, length=Span(1152, BEYOND)),
+    dense(LARGE, fitted(2, 1.010), Span(128, 224), seen=Span(4224, BEYOND)),
+    dense(STAYS, fitted(15, 1.171), Span(128, 224)),
+    dense(LARGE, OF_LONG_256, TO_256, **UNMASKED, length=Span(8448, BEYOND)),
+    dense(STAYS, fitted(25, 1.070), TO_256, square=(True,)),
     dense(LARGE, NotMeasured("Q and O beside each other leave no room for 64 keys"), TO_256),
     # other layouts, a fixed order, dropout: the sweep has no shapes of them
-    Row(form=LARGE, evidence=AS_EVER, layout=("paged",)),
-    Row(form=SMALL, evidence=AS_EVER, widest=(0, 96), mask=(Mask.DOCUMENTS,)),
-    Row(form=SMALL, evidence=AS_EVER, widest=(96, 128), mask=(Mask.DOCUMENTS,), order=("any",)),
-    Row(form=SMALL, evidence=AS_EVER, widest=(0, 64), seen=(0, 2304)),
-    Row(form=SMALL, evidence=AS_EVER, widest=(64, 96), seen=(0, 1152)),
-    Row(form=STAYS, evidence=AS_EVER, widest=(96, 128), layout=("packed",)),
-    Row(form=STAYS, evidence=AS_EVER, widest=(96, 128), layout=("dense",), seen=(0, 4224)),
-    Row(form=LARGE, evidence=AS_EVER),
+    every(LARGE, AS_EVER, layout=("paged",)),
+    every(SMALL, AS_EVER, Span(0, 96), mask=(Mask.DOCUMENTS,)),
+    every(SMALL, AS_EVER, Span(96, 128), mask=(Mask.DOCUMENTS,), order=("any",)),
+    every(SMALL, AS_EVER, Span(0, 64), seen=Span(0, 2304)),
+    every(SMALL, AS_EVER, Span(64, 96), seen=Span(0, 1152)),
+    every(STAYS, AS_EVER, Span(96, 128), layout=("packed",)),
+    every(STAYS, AS_EVER, Span(96, 128), layout=("dense",), seen=Span(0, 4224)),
+    every(LARGE, AS_EVER),
 )
 # fmt: on
 
@@ -199,22 +161,31 @@ TABLE: tuple[Row, ...] = (
 FORMS = tuple(dict.fromkeys(row.form for row in TABLE if row.form not in (WIDE, FEW)))  # those that compete
 
 
+# what each form can cut, none of it a matter of speed
+CAN: dict[str, tuple[Pattern, ...]] = {
+    "wide": ({"widest": Span(256, BEYOND)},),
+    "few": ({"widest": Span(0, 256), "work": (Work.FEW_ROWS,)},),
+    "documents": (DENSE | OF_IDS | {"widest": Span(0, 128)},),
+    "small": (
+        {"widest": Span(0, 96), "layout": ("dense", "packed", "mixed")},
+        {"widest": Span(0, 128), "layout": ("dense", "packed", "mixed"), "order": ("any", "fixed")},
+    ),
+    "alone": (DENSE,),
+    "large": ({},),
+    "guesses": (
+        KEEPS | {"widest": Span(0, 128), "mask": (Mask.NONE,)},
+        KEEPS | {"widest": Span(0, 128), "mask": ONE_RUN, "packs": (False,)},
+    ),
+}
+COMPETE: Pattern = {"widest": Span(0, 256), "work": tuple(w for w in Work if w is not Work.FEW_ROWS)}
+
+
 def serves(form: Form, call: CallClass) -> bool:
-    """Whether a form can cut calls of a class: none of the table's rules that only speed decides."""
-    if call.widest > 256 or call.work is Work.FEW_ROWS:
-        return form == (WIDE if call.widest > 256 else FEW)
-    one_run = call.mask in ONE_RUN and not call.packs
-    if form.guesses:
-        dense = call.layout == "dense" and call.order == "any" and call.widest <= 128
-        return dense and call.mods is not Mods.DROPOUT and (one_run or call.mask is Mask.NONE)
-    if form.kind == "documents":
-        by_ids = call.mask is Mask.DOCUMENTS and not call.packs and call.layout == "dense" and call.order == "any"
-        return by_ids and call.mods is Mods.PLAIN and call.widest <= 128
-    if form.kind == "small":
-        return call.widest <= (96 if call.order == "batch-invariant" else 128) and call.layout != "paged"
-    return form.kind != "alone" or (call.layout == "dense" and call.order == "any")
+    """Whether a form can cut calls of a class."""
+    competes = form in (WIDE, FEW) or matches(call, COMPETE)
+    return competes and any(matches(call, can) for can in CAN["guesses" if form.guesses else form.kind])
 
 
 def row_of(call: CallClass) -> Row:
     """The first one that a call's class is in."""
-    return next(row for row in TABLE if row.matches(call))
+    return next(row for row in TABLE if matches(call, row.pattern))

@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from ...primitives.arithmetic import IN_ORDER
 from ...primitives.barriers import Barriers
 from ...primitives.kv_source import kv_source, partition
 from ...primitives.lanes import add
@@ -52,12 +51,6 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
     @cute.jit
     def consume(self, call, block, thread, scale_log2):
         Consume(self, call, Consumer(self, block, thread, scale_log2)).run()
-
-
-class HopperForwardWideInOrder(HopperForwardWide):
-    """`HopperForwardWide` whose sums round alike wherever a row's keys begin, see `Schedule.batch_invariant`."""
-
-    arithmetic = IN_ORDER
 
 
 class Load(Role):
@@ -361,4 +354,4 @@ def _store_statistics_if(
         rows.store_statistics(call, rows.softmax, row_lse, rows.me.lane)
 
 
-__all__ = ["HopperForwardWide", "HopperForwardWideInOrder"]
+__all__ = ["HopperForwardWide"]

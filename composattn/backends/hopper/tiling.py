@@ -3,64 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
-from ...primitives.lag import Lag
+from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
+L2 = 32 << 20  # bytes of K and V of the heads that are worked on together
 # Stages of K and V in each of several blocks of few queries: with more, a multiprocessor's only block is far ahead of
 # two of another one, and all wait for these (D 128 4 to 9 % of 136 to 192 tiles up to 4k keys, D 64 to 6)
 EVEN_STAGES = 2
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
-EIGHT_ROWS = "forward_eight_rows"  # of a tile of few queries: 8 % of short calls, 0 to 2 % where memory is the limit
 # warpgroups pass by kv tiles that only others' rows see, and tiles begin where the first key is that the block's see
 FROM_FIRST = "forward_from_first"
+WAITS = {
+    None: "",
+    "first": "; waits for O behind the first exponential",
+    "half": "; waits for O behind half of the exponentials",
+}
+
+
+class Registers(NamedTuple):
+    """Of a thread."""
+
+    computing: int
+    copying: int
+
+
+def registers_for(warpgroups: int, blocks: int, paged: bool) -> Registers:
+    """What threads that copy leave to those that compute, of what a block is launched with.
+
+    Page numbers take some beside what all copies need; three warpgroups have none for them.
+    """
+    many = paged or (warpgroups == 1 and blocks < 3)
+    copying = 32 if warpgroups == 3 else 40 if many else 24
+    left = launched_registers(warpgroups, blocks) * (warpgroups + 1) - copying
+    return Registers(min(240, left // warpgroups // 8 * 8), copying)
+
+
+def launched_registers(warpgroups: int, blocks: int) -> int:
+    """Registers of a thread, where so many warpgroups compute, one copies, and `blocks` run on an SM."""
+    return min(HOPPER.registers // (128 * (warpgroups + 1) * blocks), 255) // 8 * 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSteps:
+    """In which order a warpgroup's rows go from one tile of keys to the next.
+
+    `rescale_early`: the output is rescaled while scores are computed, not after it was accumulated (where rows guess,
+    in tiles that look for their maximum). `output_wait`: behind which of a thread's exponentials the output's product
+    is waited for, the first one or half of them; None: wherever the compiler likes, which may be before any. `written`:
+    how products are, see `fused/tiles/written.py`.
+    """
+
+    rescale_early: bool = False
+    output_wait: Literal["first", "half"] | None = None
+    written: Written = "whole"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiling(ForwardTiling):
-    """K and V lie in a ring of `stages` each; each of the `warpgroups` has 64 of the query rows.
+    """K and V lie in a ring of `stages` each; each of the warpgroups has 64 of the query rows.
 
-    `producer_registers`: of a thread that copies. `rescale_early`: the output is rescaled while scores are
-    computed, not after it was accumulated (where rows guess, in tiles that look for their maximum). `lag`: how far a
-    row's maximum may be below its largest score. `q_stages`: Q lies in a ring of so many; with two, in blocks that
-    stay, the next work tile's is copied while this one is computed. `held`: so many columns of Q wait in registers for
-    all tiles of keys, so that the matrix unit reads only the other ones from shared memory. `output_wait`: behind which
-    of a thread's exponentials the output's product is waited for, the first one or half of them; None: wherever the
-    compiler likes, which may be before any. `written`: how products are, see `fused/tiles/written.py`.
+    `held`: so many columns of Q wait in registers for all tiles of keys, so that the matrix unit reads only the other
+    ones from shared memory. `steps`: what rows do from tile to tile. `eight_rows`: only the first eight rows are
+    queries, and half of the softmax, and of what mods do, is left out: 8 % of short calls, 0 to 2 where memory is the
+    limit.
     """
 
+    l2: ClassVar[int] = L2
+
     stages: int
-    producer_registers: int
-    rescale_early: bool = False
-    lag: Lag
-    q_stages: int = 1
     held: int = 0
-    written: Written = "whole"
-    output_wait: Literal["first", "half"] | None = None
+    steps: RowSteps = RowSteps()
+    eight_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.output_direct and (self.q_stages > 1 or not self.drawn):
-            raise ValueError("output_direct is of blocks that draw their tiles, whose one place of Q is Q's alone")
         if self.kernel == GUESSING and self.lag.most:
             raise ValueError("rows that guess begin with their largest score so far: none may lag behind it")
-        if self.shares and not (self.drawn if self.shares == "last" else self.persistent and not self.drawn):
-            raise ValueError("the last tiles are shared by blocks that draw them, all by others that stay")
 
     @property
     def warpgroups(self) -> int:
         """That compute, each of 64 rows."""
         return self.tile_m // ROWS
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread that computes: what copying ones leave of those that a block is launched with."""
-        left = launched_registers(self.warpgroups, self.blocks) * (self.warpgroups + 1) - self.producer_registers
-        return min(240, left // self.warpgroups // 8 * 8)
+    def registers(self, paged: bool) -> Registers:
+        """Of a thread; `paged`: keys lie in pages."""
+        return registers_for(self.warpgroups, self.blocks, paged)
 
     @property
     def pingpong(self) -> bool:
@@ -68,12 +100,8 @@ class HopperTiling(ForwardTiling):
         return self.warpgroups > 1 and max(self.d, self.dv) <= 192
 
     @property
-    def dealt(self) -> str:
-        return super().dealt + ", O from registers" * self.output_direct
-
-    @property
     def most_rows(self) -> int:
-        return 8 if self.kernel == EIGHT_ROWS else super().most_rows
+        return 8 if self.eight_rows else super().most_rows
 
     @property
     def reads_far_ahead(self) -> bool:
@@ -86,18 +114,37 @@ class HopperTiling(ForwardTiling):
     @property
     def left_numbers(self) -> int:
         columns = self.dv + (SUMS if self.kernel == GUESSING else 0)
-        rows = self.tile_m // 2 if self.kernel == EIGHT_ROWS else self.tile_m  # of a thread's two rows one
+        rows = self.tile_m // 2 if self.eight_rows else self.tile_m  # of a thread's two rows one
         of_tile = rows * (columns + 4 * STATISTICS)  # each row is four lanes'
-        return of_tile if self.shares == "last" else 2 * of_tile  # of the tile it begins in, and ends in
+        # of the tile it begins in, and ends in
+        return 2 * of_tile if self.scheduler is Scheduler.STREAM_K else of_tile
 
     @property
     def in_stretches(self) -> bool:
         return self.kernel == FROM_FIRST
 
     @property
+    def output_direct(self) -> bool:
+        """So that Q's place is the next tile's once scores are done.
+
+        With all of Q in registers 192/128 gains 1 to 4 % from 8k on; without, D 256 3 to 4 of 2k, and D 192 loses.
+        """
+        return self.scheduler.draws and (self.held == self.d > self.dv or self.d == self.dv == 256)
+
+    @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent and not (self.output_direct or self.shares == "all")
+        return self.persistent and not (self.output_direct or self.scheduler is Scheduler.STREAM_K)
+
+    @property
+    def q_stages(self) -> int:
+        """Places of Q: two, if they fit beside a block's neighbours, where the next tile's comes under this one.
+
+        Not of documents, of which it was not timed.
+        """
+        two = self.persistent and not self.output_direct and self.kernel != FROM_FIRST
+        room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
+        return 2 if two and self._bytes(2, element_bytes=2) <= room else 1
 
     @property
     def frees_queries(self) -> bool:
@@ -110,32 +157,25 @@ class HopperTiling(ForwardTiling):
         return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0
 
     def shared_memory(self, element_bytes: int) -> int:
-        rows = self.q_stages * self.d + self.dv if self.separate_o else self.q_stages * max(self.d, self.dv)
+        return self._bytes(self.q_stages, element_bytes)
+
+    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+        rows = q_stages * self.d + self.dv if self.separate_o else q_stages * max(self.d, self.dv)
         columns = self.d + self.dv + self.ones
         return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
-        rescale = "under the next scores" if self.rescale_early else "after the product"
-        apart = "; each passes by kv tiles that only others' rows see, which begin at the first key seen"
-        apart = apart if self.kernel == FROM_FIRST else ""
+        rescale = "under the next scores" if self.steps.rescale_early else "after the product"
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
-        guess = "; of most tiles with no test, probabilities by the maximum before" if self.kernel == GUESSING else ""
-        held = f"; {self.held} columns of Q in registers" if self.held else ""
-        wait = "the first exponential" if self.output_wait == "first" else "half of the exponentials"
-        held += f"; waits for O behind {wait}" if self.output_wait else ""
+        eight = ", of which eight are queries" if self.eight_rows else ""
+        apart = "; each passes by kv tiles that only others' rows see, which begin at the first key seen"
+        guess = "; of most tiles with no test, probabilities by the maximum before"
+        more = {FROM_FIRST: apart, GUESSING: guess}.get(self.kernel, "")
+        more += f"; {self.held} columns of Q in registers" if self.held else ""
+        more += WAITS[self.steps.output_wait] + "; O from registers" * self.output_direct
         return {
-            "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows; "
-            f"registers {self.consumer_registers}/{self.producer_registers}; blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} {self.lag}{apart}{guess}{held}",
+            "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows{eight}; "
+            f"blocks on a multiprocessor: {self.blocks}",
+            "overlap": f"{order}, rescale {rescale} {self.lag}{more}",
         }
-
-
-def launched_registers(warpgroups: int, blocks: int) -> int:
-    """Registers of a thread, where so many warpgroups compute, one copies, and `blocks` run on an SM."""
-    return min(HOPPER.registers // (128 * (warpgroups + 1) * blocks), 255) // 8 * 8
-
-
-def in_equal_shares(tiling: HopperTiling) -> HopperTiling:
-    """A tiling of few rows as persistent blocks that share all keys alike, with the next tile's Q beside this one's."""
-    return dataclasses.replace(tiling, persistent=True, shares="all", q_stages=2)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...primitives.lag import Lag
 from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.traits import reads_pairs
 from .maxima import BY_SUMS_WIDEST, lag_of
+from .tiling import L2, ROWS, Registers, registers_for
 
-ROWS = 64  # of one warpgroup's product
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
 STAGE = 64 * SLICE  # numbers that a stage has room for: 64 keys of K, or 16 of V in 256 columns
@@ -24,13 +25,16 @@ class WideTiling(ForwardTiling):
     """Both warpgroups have all rows: each has the scores of half of a tile's keys, and half of the output's columns.
 
     So the probabilities of a tile pass through shared memory, and K and V come in slices, `stages` of them in a ring of
-    each warpgroup's own. `lag` as of a `HopperTiling`.
+    each warpgroup's own.
     """
 
+    l2: ClassVar[int] = L2
+
     stages: int
-    consumer_registers: int
-    producer_registers: int
-    lag: Lag
+
+    def registers(self, paged: bool) -> Registers:
+        """Of a thread; `paged`: keys lie in pages."""
+        return registers_for(GROUPS, self.blocks, paged)
 
     @property
     def key_box(self) -> tuple[int, int]:
@@ -56,8 +60,7 @@ class WideTiling(ForwardTiling):
         (keys, columns), (values, halves) = self.key_box, self.value_box
         return {
             "roles": f"{GROUPS} copying warps, {self.stages} stages each; {GROUPS} warpgroups of the same {ROWS} rows, "
-            f"each {keys} keys of the scores and {halves} columns of the output; "
-            f"registers {self.consumer_registers}/{self.producer_registers}",
+            f"each {keys} keys of the scores and {halves} columns of the output",
             "overlap": f"slices of {keys} x {columns} of K and {values} x {halves} of V on their way, "
             f"rescale {self.lag}",
         }
@@ -72,20 +75,17 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
     Of 64 where a score mod reads at (q, kv): what it reads waits in registers, and 128 keys spilled 21.
     """
     d, dv = (-(-n // SLICE) * SLICE for n in (problem.head_dim, problem.head_dim_v))
-    paged, tile_n = problem.layout.kv == "paged", 64 if reads_pairs(program.score) else 128
+    tile_n = 64 if reads_pairs(program.score) else 128
     room = target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)
     return WideTiling(
-        kernel="forward_wide_in_order" if problem.schedule.batch_invariant else "forward_wide",
+        kernel="forward_wide",
         tile_m=ROWS,
         tile_n=tile_n,
         d=d,
         dv=dv,
         stages=room // (2 * GROUPS * STAGE),
-        consumer_registers=232 if paged else 240,
-        producer_registers=40 if paged else 24,
-        l2=32 << 20,
         packed_heads=packed_heads(problem, program, ROWS),
         lag=lag_of(problem, BY_SUMS_WIDEST),
         heads_together=problem.schedule.heads_together,
-        persistent=problem.schedule.persistent or False,
+        scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
     )

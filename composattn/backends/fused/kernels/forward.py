@@ -36,7 +36,6 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     threads: int  # of a block
     blocks = 1  # on a multiprocessor at once
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
-    arithmetic: Arithmetic = ONE_BY_ONE
     dtype: Any  # of q, k and v
 
     def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
@@ -49,6 +48,10 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     def __repr__(self):
         return "forward"  # whichever of them it is
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return ONE_BY_ONE
 
     @abc.abstractmethod
     def roles(self, call: Call) -> None:
@@ -136,7 +139,7 @@ class Role(Fixed, abc.ABC):
             self.visit(self.work(number), slots)
         elif const_expr(self.tiling.blocks_are_tiles):
             self.take_over(number, slots)
-        elif const_expr(self.tiling.drawn is not None):
+        elif const_expr(self.tiling.scheduler.draws):
             self.draw_tiles(number, slots)
         else:
             while number < self.call.tiles:

@@ -21,6 +21,7 @@ from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
 from ..planning.arguments import ForwardArguments
 from ..planning.plan import ForwardPlan
+from ..tiles.scheduler import Scheduler
 
 
 class Operands(NamedTuple):
@@ -92,7 +93,7 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     shares = None
     if given.left is not None:
         tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
-        kind = EqualShares if tiling.shares == "all" else Shares
+        kind = EqualShares if tiling.scheduler is Scheduler.STREAM_K else Shares
         shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
     tmas, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)

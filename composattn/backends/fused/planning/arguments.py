@@ -87,7 +87,7 @@ class ForwardArguments(NamedTuple):
             captured=_captured(plan),
             scalars=_scalars(plan),
             counter=TensorForm(torch.int32, (plan.counters,)) if plan.counts else None,
-            left=WORKSPACE if plan.tiling.shares else None,
+            left=WORKSPACE if plan.tiling.scheduler.shares else None,
         )
 
 

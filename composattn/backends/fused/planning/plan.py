@@ -27,6 +27,7 @@ from ..rewrites.strips import of_whole_rows
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.order import LAST_QUERIES_FIRST, order_in_stretches, order_of
+from ..tiles.scheduler import Scheduler
 from ..tiles.stretches import stretches_of
 from ..tiles.target import Target
 from ..tiles.tiling import ForwardTiling, Tiling
@@ -134,6 +135,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
     return_max_scores: bool = False
     is_split: bool = False
+    batch_invariant: bool = False
     splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
     strips: Strips | None = None
     many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
@@ -154,17 +156,17 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         what the tiling says, and shares of all, each of whose warps may be the last one that has a part of a row.
         """
         of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
-        return self.is_split or of_heads or self.tiling.output_direct or self.tiling.shares == "all"
+        return self.is_split or of_heads or self.tiling.output_direct or self.tiling.scheduler is Scheduler.STREAM_K
 
     @property
     def counts(self) -> bool:
         """Whether blocks say something to each other by such."""
-        return self.tiling.drawn is not None or self.tiling.shares is not None
+        return self.tiling.scheduler.draws or self.tiling.scheduler.shares
 
     @property
     def counters(self) -> int:
         """Numbers that are zero before the kernel: one to draw tiles from, and a flag of each warp of a share."""
-        return 1 + self.most_shares * self.tiling.computing_warps if self.tiling.shares else 1
+        return 1 + self.most_shares * self.tiling.computing_warps if self.tiling.scheduler.shares else 1
 
     @property
     def most_shares(self) -> int:
@@ -197,7 +199,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "exp2": str(t.exponential),
-            "schedule": f"{t.dealt}, {self.order}; {together} at a time",
+            "schedule": f"{t.scheduler.value}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "strips": "" if self.strips is None else self.strips.words,
             "kv tiles": self._kv_tiles(),
@@ -299,6 +301,7 @@ def forward_of(
         work=work,
         return_max_scores=return_max_scores,
         is_split=parts > 1,
+        batch_invariant=problem.schedule.batch_invariant,
         splits=parts,
         strips=strips,
         many_heads=problem.q_heads > MOST_ACROSS,

@@ -35,7 +35,7 @@ class ForwardLauncher:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
         as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
-        self.counts, self.shares = plan.counts, plan.tiling.shares is not None
+        self.counts, self.shares = plan.counts, plan.tiling.scheduler.shares
         self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
 

@@ -10,6 +10,7 @@ from ....call.problem import Problem
 from ....call.schedule import MOST_SPLITS
 from ....errors import InvalidSchedule
 from ....graph.expr import Dep
+from .scheduler import Scheduler
 from .target import Target
 from .tiling import ForwardTiling, key_tiles, query_tiles, slots
 from .traits import keys, queries
@@ -41,7 +42,7 @@ def _tiles(problem: Problem, heads: int, rows: int) -> int:
 
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     """Into how many parts the keys of a query tile are cut: as asked for, or so that the call takes least time."""
-    if problem.schedule.batch_invariant or tiling.shares:
+    if problem.schedule.batch_invariant or tiling.scheduler.shares:
         return 1
     if problem.schedule.split_kv != "auto":
         return problem.schedule.split_kv
@@ -50,7 +51,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
 
 def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
     """The time model of a call with this tiling."""
-    if tiling.shares == "all":
+    if tiling.scheduler is Scheduler.STREAM_K:
         return TimeOfSharing(problem, tiling, target)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
     return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)

@@ -10,6 +10,7 @@ from ....analysis.program import Program
 from ....call.problem import Problem
 from ....primitives.exponential_units import HARDWARE, ExponentialUnits
 from ....primitives.lag import WHATEVER_SUMS, Lag
+from .scheduler import Scheduler
 from .target import Target
 from .traits import keys, queries, reads_pairs
 
@@ -45,8 +46,8 @@ class Tiling(abc.ABC):
     """Tiles of `tile_m` query rows and `tile_n` keys.
 
     `kernel` is the one of the architecture's kernels that is cut so. `d` and `dv` are the head dimensions as stored on
-    chip, padded with zeros. `l2`: bytes of what the heads that are worked on together read (and add to), unless
-    `heads_together` says how many key/value heads they are. `persistent`: a block stays for many work tiles.
+    chip, padded with zeros. `heads_together`: how many key/value heads are worked on together; None: as many as read
+    (and add to) no more bytes than a tiling's `l2`.
     """
 
     kernel: str
@@ -54,9 +55,7 @@ class Tiling(abc.ABC):
     tile_n: int
     d: int
     dv: int
-    l2: int
     heads_together: int | None = None
-    persistent: bool = False
 
     @property
     def in_stretches(self) -> bool:
@@ -88,21 +87,18 @@ class ForwardTiling(Tiling):
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
     `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
-    multiprocessor holds at once. `drawn`: blocks that stay draw the next tile's number from a counter, not by a fixed
-    stride, before the copies of the one before it start ("early") or behind them ("late": about 1 µs later, but the
-    tile goes to a block that is free sooner). `output_direct`: rows of the output are stored from registers, not
-    through shared memory, so that Q's place is the next tile's once scores are done. `shares`: blocks that stay share
-    tiles alike, by keys: those that draw them the "last" ones, which are no whole rounds (see `primitives.shares`),
-    others "all" of them (`primitives.equal_shares`).
+    multiprocessor holds at once. `lag`: how far a row's maximum may be below its largest score, so that the output is
+    not rescaled.
     """
 
-    kernel: str = "forward"  # or "forward_in_order", for `Schedule.batch_invariant`
+    l2: ClassVar[int]
+
+    kernel: str = "forward"
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
-    drawn: Literal["early", "late"] | None = None
-    output_direct: bool = False
-    shares: Literal["last", "all"] | None = None
+    scheduler: Scheduler = Scheduler.ONE_TILE
+    lag: Lag = WHATEVER_SUMS
 
     @property
     def slots(self) -> int:
@@ -115,15 +111,14 @@ class ForwardTiling(Tiling):
         return not self.persistent
 
     @property
-    def dealt(self) -> str:
-        """How blocks get their tiles, for people to read."""
-        if not self.persistent:
-            return "one block per tile"
-        if self.drawn is None:
-            return "persistent, all keys shared alike" if self.shares else "persistent"
-        return f"persistent, the next tile drawn {self.drawn}" + ", the last two rounds shared alike" * bool(
-            self.shares
-        )
+    def persistent(self) -> bool:
+        """Whether a block stays for many work tiles."""
+        return self.scheduler is not Scheduler.ONE_TILE
+
+    @property
+    def output_direct(self) -> bool:
+        """Whether rows of the output are stored from registers, not through shared memory, which has no room."""
+        return False
 
     @property
     def most_rows(self) -> int:
@@ -172,7 +167,6 @@ class RowForwardTiling(ForwardTiling):
 
     The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
     `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
-    `lag`: how far a row's maximum may lag behind its largest score, so that the output is not rescaled.
     """
 
     query_tiles: int
@@ -181,7 +175,6 @@ class RowForwardTiling(ForwardTiling):
     v_stages: int
     early_keys: int
     maximum_by_load: bool
-    lag: Lag = WHATEVER_SUMS
 
     @property
     @abc.abstractmethod
@@ -198,6 +191,8 @@ class RowForwardTiling(ForwardTiling):
 class BackwardTiling(Tiling):
     """A block owns `tile_n` keys and walks over queries.
 
+    `l2`: bytes of what the heads that are worked on together read and add to. `persistent`: a block stays for many work
+    tiles.
     `dq_begins`: a sum of dQ is cleared by the kernel "before", or "beside" the first tiles by a warp of each block; or
     nobody clears it, as the first one there writes where others add: in a fixed order whose "turn" comes first, in any
     order who makes the first "claim".
@@ -210,6 +205,8 @@ class BackwardTiling(Tiling):
     """
 
     kernel: str = "backward"
+    l2: int
+    persistent: bool = False
     sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
     dq_begins: Literal["before", "beside", "turn", "claim"] = "before"
     heads_at_last: int | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from ....analysis.bands import mirrored, residual
 from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
 from ....analysis.program import Program
@@ -10,54 +13,59 @@ from ....call.problem import Problem
 from ....graph.expr import Dep, Expr, Rate, walk
 from ....graph.gradient import derivative
 
+OF_HEADS = {Rate.CONSTANT, Rate.HEAD}  # alike for all pairs of a head
+
 
 def padded(d: int) -> int:
     """Head dimension on chip: what a copy with at least 64-byte swizzle, as rows or as columns, and a product take."""
     return -(-d // 32) * 32
 
 
+def reads(graph: Expr | None, rates: Iterable[Rate] = Rate) -> list[Expr]:
+    """Reads of tensors, whose positions change so."""
+    nodes = () if graph is None else walk(graph)
+    return [n for n in nodes if n.op == "read" and n.rate in rates]
+
+
 def reads_pairs(graph: Expr | None) -> bool:
     """Whether a tensor is read at (q, kv)."""
-    return graph is not None and any(n.op == "read" and n.rate is Rate.ELEMENT for n in walk(graph))
+    return bool(reads(graph, (Rate.ELEMENT,)))
 
 
 def reads_along_keys(graph: Expr | None) -> bool:
     """Whether a tensor is read at each key, of all queries or of each."""
-    return graph is not None and any(n.op == "read" and n.rate in (Rate.COLUMN, Rate.ELEMENT) for n in walk(graph))
+    return bool(reads(graph, (Rate.COLUMN, Rate.ELEMENT)))
 
 
 def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
     """Whether a tensor is read along such a pattern."""
-    return graph is not None and any(n.op == "read" and pattern_of(n) is pattern for n in walk(graph))
+    return pattern in map(pattern_of, reads(graph))
 
 
-def bytes_at_pairs(graph: Expr) -> int | None:
-    """Bytes read for each (q, kv) from where it lies; None where some are read elsewhere, as at distances."""
-    reads = [n for n in walk(graph) if n.op == "read" and n.rate is Rate.ELEMENT]
-    if any(pattern_of(n) is not Pattern.PAIR for n in reads):
-        return None
-    return sum(n.attr.tensor.element_size() for n in reads)
+def bytes_at_pairs(graph: Expr | None) -> float:
+    """Bytes read for each (q, kv) from where it lies; without end where some are read elsewhere, as at distances."""
+    found = reads(graph, (Rate.ELEMENT,))
+    together = all(pattern_of(n) is Pattern.PAIR for n in found)
+    return sum(n.attr.tensor.element_size() for n in found) if together else math.inf
 
 
 def reads_any(graph: Expr | None) -> bool:
     """Whether a tensor is read at all."""
-    return graph is not None and any(n.op == "read" for n in walk(graph))
+    return bool(reads(graph))
 
 
 def is_line(score: Expr | None) -> bool:
     """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
     if score is None:
         return True
-    sloped = derivative(score).rate in (Rate.CONSTANT, Rate.HEAD)
-    return sloped and not reads_along_keys(score)
+    return derivative(score).rate in OF_HEADS and not reads_along_keys(score)
 
 
 def has_costly_test(mask: Expr | None) -> bool:
     """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
     if mask is None:
         return False
-    fixed = (Rate.CONSTANT, Rate.HEAD)
-    return residual(mask).step > 1 or any(n.op == "read" and n.rate not in fixed for n in walk(mask))
+    return residual(mask).step > 1 or bool(reads(mask, set(Rate) - OF_HEADS))
 
 
 def has_bounded_documents(mask: Expr | None) -> bool:
@@ -115,12 +123,6 @@ def sees_at_most(most: int, program: Program) -> bool:
 def tiles_are_equal(problem: Problem, program: Program) -> bool:
     """Whether each work tile has all keys, and nobody asked for parts of them."""
     return program.mask is None and problem.layout.is_dense and problem.schedule.split_kv == "auto"
-
-
-def may_pass(problem: Problem, program: Program, heads: int) -> bool:
-    """Whether groups of a query tile's rows may visit other keys, neighbouring ones."""
-    apart = program.mask is not None and len(program.intervals) == 1
-    return apart and problem.layout.is_dense and heads == 1 and not problem.schedule.batch_invariant
 
 
 def extent_of(problem: Problem) -> Extent:

@@ -12,6 +12,7 @@ from .....primitives.kv_source import partition
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
 from .....primitives.values import choose, narrow, smaller
+from ...tiles.scheduler import Scheduler
 from ..forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
 from .share_sums import MetSums, ShareSums
@@ -30,7 +31,7 @@ class Load(Role):
     @cute.jit
     def draw_tiles(self, number, slots):
         """Asks for a number before a tile's copies, or behind them."""
-        queue, lane, early = self.block.queue, cute.arch.lane_idx(), self.tiling.drawn == "early"
+        queue, lane, early = self.block.queue, cute.arch.lane_idx(), self.tiling.scheduler is Scheduler.EARLY
         turn, asked = queue.edge.first, Int32(0)
         while number < self.call.tiles:
             if const_expr(early):
@@ -252,16 +253,16 @@ class GroupRows(OutputRows[Any]):
     def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         seen = self.look(n) if tested else None
-        ahead, tSrS = self.issue(n, k_slot, v_slot, self.tiling.rescale_early)
-        if self.tiling.output_wait is None:
+        ahead, tSrS = self.issue(n, k_slot, v_slot, self.tiling.steps.rescale_early)
+        if self.tiling.steps.output_wait is None:
             self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
-        if self.tiling.output_wait is not None:
+        if self.tiling.steps.output_wait is not None:
             self.block.k_edge.release(k_slot, choose(self.is_negative(probabilities), Int32(LANES), self.me.lane))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         narrow(self.tOrP, probabilities)
-        if not self.tiling.rescale_early:
+        if not self.tiling.steps.rescale_early:
             self.rescale_output()
 
     def is_negative(self, probabilities):
@@ -270,11 +271,11 @@ class GroupRows(OutputRows[Any]):
         The compiler moves a wait for products up over exponentials, but not over a release. So the output's product was
         waited for before any of them, and none ran under it: up to 7 % of D 128 (H200).
         """
-        column = 0 if self.tiling.output_wait == "first" else self.me.shape.columns - 1
+        column = 0 if self.tiling.steps.output_wait == "first" else self.me.shape.columns - 1
         return probabilities[0, column] < 0.0
 
     def last_product(self, v_slot):
-        if self.tiling.rescale_early:
+        if self.tiling.steps.rescale_early:
             self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
