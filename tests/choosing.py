@@ -1,0 +1,69 @@
+"""How much code chooses tilings and orders, counted: `python tests/choosing.py [folder of a checkout]`.
+
+A branch point is an `if`, `for`, `while` or `case`, an exception that is caught, a conditional expression, a
+comprehension and each of its conditions, and each operand of `and` and `or` behind the first. Rows of a table are lines
+and no branch points. Lines are all lines of a file: comments say what was measured, and are read too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+# A choice: how a call is cut, and in which order its tiles run. Records of tilings count, as what follows from their
+# fields is a choice too; tables on the device (`work`) don't, nor do rewrites of calls (strips, residues, widened)
+FILES = {
+    "fused": "backward_heads call_class coverage cut few_queries order patterns scheduler sharing tiling traits",
+    "hopper": "backward_choice backward_class backward_forms backward_table backward_tiling evidence few_rows "
+    "forward_choice forward_forms forward_table maxima row_steps tiling wide_tiling",
+    "blackwell": "backward_tiling exponential tiling",
+}
+"""By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""
+
+
+class Count(NamedTuple):
+    """Of a file, or of several."""
+
+    lines: int
+    branches: int
+
+
+def branches(tree: ast.AST) -> int:
+    """Its branch points."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case):
+            found += 1
+        elif isinstance(node, ast.BoolOp):
+            found += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            found += 1 + len(node.ifs)
+    return found
+
+
+def counted(root: Path = ROOT) -> dict[str, Count]:
+    """By file. Raises: `ValueError` where a file is not there, or twice."""
+    found = {}
+    for folder, names in FILES.items():
+        for name in names.split():
+            paths = list((root / "composattn" / "backends" / folder).rglob(f"{name}.py"))
+            if len(paths) != 1:
+                raise ValueError(f"{len(paths)} files of backends/{folder} are called {name}.py; see tests/choosing.py")
+            text = paths[0].read_text()
+            found[str(paths[0].relative_to(root))] = Count(len(text.splitlines()), branches(ast.parse(text)))
+    return found
+
+
+def summed(counts: dict[str, Count]) -> Count:
+    return Count(*map(sum, zip(*counts.values(), strict=True)))
+
+
+if __name__ == "__main__":
+    files = counted(Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT)
+    for file, count in files.items():
+        print(f"{count.lines:6} lines {count.branches:4} branch points  {file}")
+    print(f"{summed(files).lines:6} lines {summed(files).branches:4} branch points in {len(files)} files")
