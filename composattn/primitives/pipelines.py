@@ -7,7 +7,7 @@ edge's ends, never from a number beside them. `cutlass.pipeline` has rings too; 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import cutlass
@@ -65,31 +65,6 @@ class Slot:
 
     def __new_from_mlir_values__(self, values):
         return Slot(self.stages, Int32(values[0]), Int32(values[1]))
-
-
-class Abreast:
-    """Slots of rings of one or two stages that go one further together: registers hold one slot for all of them."""
-
-    def __init__(self, stages: Sequence[int], at: Slot):
-        self.stages, self.at = tuple(stages), at
-        assert max(self.stages) <= 2, f"rings of one or two stages go abreast, not of {self.stages}"
-
-    @staticmethod
-    def first(stages: Sequence[int]) -> Abreast:
-        return Abreast(stages, Slot.first(2))
-
-    def next(self) -> Abreast:
-        return Abreast(self.stages, self.at.next())
-
-    def __iter__(self) -> Iterator[Slot]:
-        alone = Slot(1, Int32(0), self.at.index)  # a lap of one stage is a step of two
-        return iter([self.at if stages == 2 else alone for stages in self.stages])
-
-    def __extract_mlir_values__(self):
-        return self.at.__extract_mlir_values__()
-
-    def __new_from_mlir_values__(self, values):
-        return Abreast(self.stages, self.at.__new_from_mlir_values__(values))
 
 
 class Role(Protocol):

@@ -33,10 +33,6 @@ class QueryRun(Fixed):
         tile = self.tile(i)
         return (tile < self.full_start) | (tile >= self.full_stop)
 
-    def below(self, tile: Any) -> Any:
-        """How many of its tiles, in ascending order, lie below this one."""
-        return larger(smaller(tile - self.first, self.count), 0)
-
     def visits(self, tile: Any) -> Any:
         return (tile >= self.first) & (tile < self.first + self.count)
 
@@ -66,10 +62,6 @@ class ListedQueryRun(Fixed):
     def tested(self, i: Any) -> Any:
         """Whether an element of the `i`-th tile may be invisible."""
         return (self.row[i] % 2 == 1) | (self.tile(i) >= self.whole)
-
-    def below(self, tile: Any) -> Any:
-        """All: a list is not asked for its last tile, which may be computed as any other."""
-        return self.count
 
     def before(self, i: Any) -> Any:
         """How many tiles of keys beyond this one visit the `i`-th tile too: in a fixed order they come before."""

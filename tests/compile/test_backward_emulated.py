@@ -181,21 +181,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         LEAVE | CLEARING,
         None,
     ),
-    "short-causal": (
-        ("causal", torch.bfloat16, 4, 2, 300, 300, 128, 128, True, False),
-        BULK | STAY | CLEARING | {"short_rows": 64},
-        None,
-    ),
-    "short-cut": (
-        ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),
-        BULK | STAY | {"short_rows": 16},
-        (6, 4, 2),
-    ),
-    "short-alone": (
-        ("plain", torch.float16, 2, 2, 30, 270, 128, 80, False, False),
-        BULK | STAY | {"short_rows": 48},
-        None,
-    ),
     "stay-cut-in-order": (("causal", torch.bfloat16, 1, 1, 300, 400, 64, 64, False, True), STAY, (4, 2, 2)),
 }
 

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 import cutlass.cute as cute
 
 from composattn.primitives.barriers import Barriers
-from composattn.primitives.pipelines import Abreast, BoundEdge, Copies, Edge, Slot, Warps
+from composattn.primitives.pipelines import BoundEdge, Copies, Edge, Slot, Warps
 
 
 @dataclass
@@ -46,19 +46,6 @@ def test_another_kind_of_end_brings_its_own_arrival() -> None:
     edge = BoundEdge(Edge(2, Copies(4096), commit), 100)
     edge.release(Slot(2, 1, 0), lane=None)
     assert commit.arrived == [edge.empty + 1] == [103]
-
-
-def test_rings_that_go_abreast_are_where_each_alone_would_be() -> None:
-    stages = 1, 2, 2
-    alone, abreast = [Slot(n, 0, 0) for n in stages], Abreast(stages, Slot(2, 0, 0))
-    for _ in range(9):
-        assert [(s.stages, int(s.index), s.phase) for s in abreast] == [(s.stages, s.index, s.phase) for s in alone]
-        alone, abreast = [slot.next() for slot in alone], abreast.next()
-
-
-def test_rings_of_three_stages_do_not_go_abreast() -> None:
-    with pytest.raises(AssertionError, match="rings of one or two stages go abreast"):
-        Abreast((1, 3), Slot(2, 0, 0))
 
 
 def test_edges_of_a_block_lie_behind_one_another() -> None:

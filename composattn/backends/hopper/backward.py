@@ -1,6 +1,5 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
-import copy
 import dataclasses
 import functools
 import operator
@@ -13,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
 from ...primitives.emit_tiles import BandQueries
-from ...primitives.pipelines import Abreast, Slot
+from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
@@ -45,8 +44,6 @@ class HopperBackward(Backward[HopperBackwardTiling]):
     `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
     the loop, and drift apart until one has its exponentials under the other's products. One that is `passing` does only
     that of a query tile that sees none of its keys, and writes a dS of zeros.
-
-    Products of a sequence's last query tile have `short_rows`, so it takes less time; its dQ is not a tile later.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -110,7 +107,7 @@ class Consumer(KeyWarpgroup):
             held.make_fragment_A(held.partition_shape_A((ROWS, columns))) if columns else None
             for columns in (tiling.held_k, tiling.held_v)
         ]
-        self.of_rows(tiling.tile_m)
+        self.lay_operands(tiling.tile_m)
         self.dq = DqPart(tiling, block, self.number)
         self.diagonals = None
         if tiling.distances:
@@ -118,8 +115,8 @@ class Consumer(KeyWarpgroup):
             self.diagonals = Diagonals(self.shape, block.sLines, tiling.distances, thread // 32, warps)
         self.row = self.shape.lane_row(self.lane)
 
-    def of_rows(self, rows: int) -> None:
-        """Operands of the products of a query tile's first `rows`."""
+    def lay_operands(self, rows: int) -> None:
+        """Products of a query tile of so many `rows` read these, from shared memory."""
         tiling, block = self.tiling, self.block
         sQ = cute.local_tile(block.sQ, (rows, tiling.d), (0, 0, None))
         sdO = cute.local_tile(block.sdO, (rows, tiling.dv), (0, 0, None))
@@ -141,27 +138,6 @@ class Consumer(KeyWarpgroup):
     def put_ds(self, tKrdS, ds_slot) -> None:
         """To shared memory."""
         cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
-
-    def short_step(self, call, m, tested, carried):
-        """With dQ of the tile before, which has all rows, and then its own."""
-        short = copy.copy(self)
-        short.lay_scores(self.tiling.short_rows)
-        short.of_rows(self.tiling.short_rows)
-        short.step(call, m, tested, *carried)
-        short.dq = DqPart(self.tiling, self.block, self.number, self.tiling.short_rows)
-        dq_slot, _, _, ds_slot, _ = self.slots(carried)
-        *following, own = self.following(call, m, carried)
-        self.leave_short_dq(short.start_dq(ds_slot), own, dq_slot, ds_slot)
-        return *following, LastDq.none()
-
-    def leave_short_dq(self, tQrdQ, own, dq_slot, ds_slot):
-        """At once: the step behind would have to know that it is one of few rows. What it lacks is 0."""
-        warpgroup.wait_group(0)
-        whole = self.dq.registers()
-        whole.fill(0.0)
-        for i in range(cute.size(tQrdQ)):
-            whole[i] = tQrdQ[i]
-        self.leave_dq(own, whole, dq_slot, ds_slot)
 
     def wait_for_keys(self, kv_slot) -> None:
         super().wait_for_keys(kv_slot)
@@ -192,12 +168,11 @@ class Consumer(KeyWarpgroup):
 
     def step(self, call, m, tested, *carried):
         """One query tile, or what is left to do of one that sees none of the warpgroup's keys."""
-        slots = self.slots(carried)
         if const_expr(self.own is None):
-            self.compute(call, m, tested, *slots)
+            self.compute(call, m, tested, *carried)
         else:
             sees = functools.reduce(operator.or_, (run.visits(m) for run in self.own))
-            _compute_or_pass(sees, self, call, m, tested, *slots)
+            _compute_or_pass(sees, self, call, m, tested, *carried)
 
     def pass_by(self, dq_slot, q_slot, do_slot, ds_slot, last):
         """A query tile that sees no key of the warpgroup: dS is 0, and the part of dQ of the tile before is due."""
@@ -313,13 +288,7 @@ class Consumer(KeyWarpgroup):
         self.block.ds_edge.release(ds_slot, self.lane)
 
     def starts(self, slots):
-        rings = Abreast.first([slot.stages for slot in slots])
-        return (rings, LastDq.none()) if self.tiling.dq_later else (rings,)
-
-    def slots(self, carried) -> tuple:
-        """Slots of dQ (or of turns), Q, dO and dS, and the last dQ, of what steps carry along."""
-        rings, *last = carried
-        return *rings, *last
+        return (*slots, LastDq.none()) if self.tiling.dq_later else slots
 
     def following(self, call, m, carried):
         if const_expr(not self.tiling.dq_later):
@@ -330,7 +299,7 @@ class Consumer(KeyWarpgroup):
     def end(self, carried):
         if const_expr(not self.tiling.dq_later):
             return carried
-        dq_slot, _, _, ds_slot, last = self.slots(carried)
+        dq_slot, _, _, ds_slot, last = carried
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
         return *carried[:-1], LastDq.none()

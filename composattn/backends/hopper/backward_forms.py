@@ -9,9 +9,8 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
-from ..fused.planning.backward_heads import TOGETHER, are_short, bytes_together, heads_of
+from ..fused.planning.backward_heads import TOGETHER, bytes_together, heads_of
 from ..fused.planning.call_class import Mask
-from ..fused.tiles.coverage import differ
 from ..fused.tiles.order import queries_of_a_key
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import bounds_queries, has_costly_test, is_line, sums_by
@@ -19,7 +18,6 @@ from .backward_class import KEYS, BackwardClass, asks, is_plain, reads
 from .backward_table import Form
 from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
 
-HALF = 48  # rows, of tiles of 80
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
 
@@ -74,7 +72,6 @@ def keys_apart(facts: Facts, form: Form) -> HopperBackwardTiling:
         heads_a_piece=a_piece,
         distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
         passing=passing,
-        short_rows=_short_rows(facts, form, seen),
         # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
         written="whole" if call.widest < 128 or is_line(program.score) else "by steps",
     )
@@ -108,23 +105,6 @@ def _early(facts: Facts, form: Form) -> Literal["nothing", "LSE", "P"]:
         return "nothing"
     scarce = facts.call.widest == 128 and (facts.in_order or has_costly_test(program.mask))
     return "nothing" if scarce else "P"
-
-
-def _short_rows(facts: Facts, form: Form, seen: float) -> int:
-    """Rows of a sequence's last query tile, where it is computed as one of fewer.
-
-    Documents end anywhere: half a tile. Else so many as there are, where that saves 1 % of what is visited: D 128 full
-    2k and 4k gain 1 and 3 %, causal 2 and 2, 8k nothing; documents 1 to 2.
-    """
-    problem, queries, mask = facts.problem, form.tile.queries, facts.call.mask
-    if queries != 80 or (facts.in_order and differ(problem, facts.program)):
-        return 0
-    if mask is Mask.WHOLE or are_short(problem, seen):
-        return HALF
-    if mask not in (Mask.NONE, Mask.ENDS):
-        return 0  # few tiles of keys see the last queries
-    short = -(-(problem.q_len % queries) // 16) * 16
-    return short if problem.layout.is_dense and short and queries - short >= seen / 100 else 0
 
 
 def _staying(facts: Facts, form: Form, tiling: HopperBackwardTiling) -> HopperBackwardTiling:

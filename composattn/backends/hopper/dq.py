@@ -13,10 +13,10 @@ def dq_columns(tiling: HopperBackwardTiling) -> int:
     return tiling.d // tiling.dq_parts if tiling.dq_split == "columns" else tiling.d
 
 
-def dq_product(tiling: HopperBackwardTiling, dtype, rows: int | None = None) -> tuple[cute.TiledMma, tuple[int, int]]:
-    """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed, of `rows` queries)."""
+def dq_product(tiling: HopperBackwardTiling, dtype) -> tuple[cute.TiledMma, tuple[int, int]]:
+    """The product of one warpgroup, and the shape of its part (dQᵀ = Kᵀ dSᵀ where transposed)."""
     if tiling.dq_split == "transposed":
-        part = (tiling.d // tiling.warpgroups, rows or tiling.tile_m)
+        part = (tiling.d // tiling.warpgroups, tiling.tile_m)
         return product(dtype, part[1], left=MN, right=K, written=tiling.written), part
     rows, columns = (1, tiling.dq_parts) if tiling.dq_split == "columns" else (tiling.warpgroups, 1)
     part = (tiling.tile_m // rows, tiling.d // columns)
@@ -32,10 +32,10 @@ def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, p
 
 
 class DqPart(Fixed):
-    """A warpgroup's part of the product, its operands in the shared memory of `block`; transposed, it has `rows`."""
+    """A warpgroup's part of the product, its operands in the shared memory of `block`."""
 
-    def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index, rows: int | None = None):
-        self.mma, part = dq_product(tiling, block.dtype, rows)
+    def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index):
+        self.mma, part = dq_product(tiling, block.dtype)
         dq = self.mma.get_slice(0)
         sKt = permuted(block.sK, 1, 0)  # (d, keys)
         if tiling.dq_split == "transposed":

@@ -335,25 +335,14 @@ class Backward(Kernel, Generic[AnyTiling]):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
             for run in self.query_tiles(call, work, head):
-                count = run.count
-                if const_expr(tiling.short_rows):
-                    count = run.below(self.long_tiles(work.queries.rows))
-                for i in cutlass.range(count, unroll=1):
+                for i in cutlass.range(run.count, unroll=1):
                     me.step(call, run.tile(i), ragged | run.tested(i), *steps)
                     steps = me.following(call, run.tile(i), steps)
-                if const_expr(tiling.short_rows):
-                    for i in cutlass.range(count, run.count, unroll=1):
-                        steps = me.short_step(call, run.tile(i), ragged | run.tested(i), steps)
         steps = me.end(steps)
         if const_expr(tiling.persistent):
             block.kv_edge.release(kv_slot, me.lane)
         me.finish(call)
         return kv_slot.next(), *steps
-
-    def long_tiles(self, rows):
-        """How many query tiles of a sequence come before one with `short_rows` or fewer."""
-        tile_m = self.tiling.tile_m
-        return (rows + (tile_m - 1 - self.tiling.short_rows)) // tile_m
 
     def load_keys(self, call, block, work, kv_slot):
         """K and V of a block's keys."""

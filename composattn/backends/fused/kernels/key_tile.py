@@ -78,10 +78,6 @@ class KeyGroup(Fixed, abc.ABC):
         """What the step after the one of query tile `m` takes, which took what is `carried`."""
         return tuple(slot.next() for slot in carried)
 
-    def short_step(self, call, m, tested, carried: tuple) -> tuple:
-        """A step of a query tile with few rows, and `following` it."""
-        raise NotImplementedError(f"{type(self).__name__} computes query tiles whole")
-
     def end(self, carried: tuple) -> tuple:
         """After the last query tile of a tile of keys; `carried` to the step that would follow."""
         return carried

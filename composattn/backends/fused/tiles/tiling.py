@@ -201,7 +201,6 @@ class BackwardTiling(Tiling):
     nobody waits longer for a turn; None: it goes as the others do.
     `heads_a_piece`: every tile of keys is cut in pieces of so many query heads of its group, so that those which run
     together are at few heads; 0: it is not.
-    `short_rows`: of a sequence's last query tile, where it has no more, only these are computed; 0: all are.
     """
 
     kernel: str = "backward"
@@ -211,7 +210,6 @@ class BackwardTiling(Tiling):
     dq_begins: Literal["before", "beside", "turn", "claim"] = "before"
     heads_at_last: int | None = None
     heads_a_piece: int = 0
-    short_rows: int = 0
 
     @property
     def clears(self) -> bool:
