@@ -135,7 +135,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-alibi-causal-d128": forward("alibi", "causal"),
     "forward-softcap-causal-d64": forward("softcap", "causal", d=64),
     "forward-bias-d128": forward("bias"),
-    "forward-lists-grid-d64": forward(mask="grid", d=64),
+    "forward-strips-grid-d64": forward(mask="grid", d=64),
     "forward-lists-blocks-d128": forward(mask="blocks", lengths=(300, 300), heads=(64, 64)),
     "forward-varlen-causal-d128": forward(mask="causal", layout=PACKED),
     "forward-varlen-used-alibi-window-d128": forward("alibi", "window", layout=USED_Q),
