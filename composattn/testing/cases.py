@@ -31,6 +31,37 @@ def random_case(seed: int, space: Space = SMALL) -> Case:
     return draw_case(Seeded(seed), space)
 
 
+Drawn = tuple[Case, list[str]]  # a case with something more or not, and the words for it
+
+
+def _sinks_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
+    if choices.integer(0, 4):
+        return case, []
+    return dataclasses.replace(case, sinks=site.table(site.heads, size=2.0)), ["sinks"]
+
+
+def _dropout_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
+    if choices.integer(0, 5):
+        return case, []
+    dropout = choices.choice((0.1, 0.5, 0.9)), choices.integer(0, 2**63 - 1)
+    return dataclasses.replace(case, dropout=dropout), [f"dropout {dropout}"]
+
+
+def _sinks_far_away(choices: Choices, site: Site, case: Case) -> Drawn:
+    if case.sinks is None or not choices.integer(0, 1):
+        return case, []
+    away = choices.choice((1, -1)) * choices.choice(DROPS[site.dtype])
+    sinks = (case.sinks.detach() + away).requires_grad_(case.sinks.requires_grad)
+    return dataclasses.replace(case, sinks=sinks), [f"of {away:+g}"]
+
+
+def _light_keys_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
+    if choices.integer(0, 7):
+        return case, []
+    case, label = _with_light_keys(site, case)
+    return case, [label]
+
+
 def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1).
 
@@ -56,20 +87,10 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
         dout=case.dout if flows in ("both", "out") else None,
         dlse=case.dlse if flows in ("both", "lse") else None,
     )
-    if choices.integer(0, 4) == 0:
-        case = dataclasses.replace(case, sinks=site.table(site.heads, size=2.0))
     parts = [x.name for x in (mask, score) if x is not None] or ["plain"]
-    parts += [] if case.sinks is None else ["sinks"]
-    if choices.integer(0, 5) == 0:
-        case = dataclasses.replace(case, dropout=(choices.choice((0.1, 0.5, 0.9)), choices.integer(0, 2**63 - 1)))
-        parts.append(f"dropout {case.dropout}")
-    if case.sinks is not None and choices.integer(0, 1):
-        away = choices.choice((1, -1)) * choices.choice(DROPS[site.dtype])
-        case = dataclasses.replace(case, sinks=(case.sinks.detach() + away).requires_grad_(case.sinks.requires_grad))
-        parts.append(f"of {away:+g}")
-    if choices.integer(0, 7) == 0:
-        case, label = _with_light_keys(site, case)
-        parts.append(label)
+    for drawn in (_sinks_of_some, _dropout_of_some, _sinks_far_away, _light_keys_of_some):
+        case, words = drawn(choices, site, case)
+        parts += words
     if space.eight_bits and choices.integer(0, 1):
         case, flows = with_eight_bits(site, case), "none"
         parts.append(f"scales {[tuple(s.shape) if isinstance(s, torch.Tensor) else s for s in case.scales]}")
