@@ -26,7 +26,7 @@ FILES = {
 
 
 class Count(NamedTuple):
-    """Of a file, or of several."""
+    """How much a file, or several, have."""
 
     lines: int
     branches: int

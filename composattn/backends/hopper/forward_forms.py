@@ -206,7 +206,7 @@ def tiling_of(
     scheduler: Scheduler = Scheduler.ONE_TILE,
     held: int = 0,
 ) -> HopperTiling:
-    """As many keys a tile, up to `most`, as registers, but `spare` ones, and shared memory have room for.
+    """A tile has as many keys, up to `most`, as registers, but `spare` ones, and shared memory have room for.
 
     All of Q, `held` in registers, goes before keys; some columns of it are held where the keys leave them room.
     """
