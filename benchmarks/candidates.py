@@ -25,11 +25,10 @@ from composattn.backends.hopper.backward_choice import tiling_of_form as backwar
 from composattn.backends.hopper.backward_class import BackwardClass, backward_class
 from composattn.backends.hopper.backward_forms import Facts
 from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
-from composattn.backends.hopper.backward_table import Form as BackwardForm
-from composattn.backends.hopper.backward_table import form_of
+from composattn.backends.hopper.backward_table import BackwardForm, form_of
 from composattn.backends.hopper.backward_table import serves as backward_serves
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import FORMS, Form, row_of, serves
+from composattn.backends.hopper.forward_table import FORMS, ForwardForm, row_of, serves
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -67,7 +66,7 @@ def form_of_case(case: Case) -> str:
     return str(form_of(backward_class_of_case(case)))
 
 
-def _of_form(form: Form) -> Choose:
+def _of_form(form: ForwardForm) -> Choose:
     """The forward of a call by a form of the table, whatever row is its."""
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:

@@ -62,7 +62,7 @@ def limit(case: Case, name: str) -> Limit:
         kernel, packed = kernels.peers(case, pattern, ARCH), bool(pattern.document_starts)
     else:
         kernel = kernels.ours(case, pattern, ARCH, packed)
-        packed = packed or kernel.in_stretches
+        packed = packed or kernel.in_segments
     plain, tested = (tile_cost(kernel, ARCH, is_tested) for is_tested in (False, True))
     heads = of_head(case, pattern, kernel.queries, kernel.keys, packed)
     times, gpu = blocks(case, kernel, heads, plain.bound, tested.bound), TARGETS[ARCH]

@@ -4,9 +4,9 @@
     python -m benchmarks.tilings "backward D192 S8192 full" "tile_m=80 dq_leaves='in bulk'" --peer flash-attn-4
 
 A case is named by a regular expression on `benchmarks/run.py --list`. A variant is fields of the tiling with values in
-Python (`exponential`, `lag`: the arguments of `ExponentialUnits` and of `Lag`). With a GPU each variant is checked
-against fp64 as in the harness, then timed; without one (or with --compile) it is compiled, and what it takes is
-printed.
+Python (`exponential`, `threshold`: the arguments of `ExponentialUnits` and of `RescaleThreshold`). With a GPU each
+variant is checked against fp64 as in the harness, then timed; without one (or with --compile) it is compiled, and what
+it takes is printed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from composattn.backends.fused.tiles.architecture import ARCHITECTURES, Architec
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.hopper.tiling import RowSteps
 from composattn.primitives.exponential_units import ExponentialUnits
-from composattn.primitives.lag import Lag
+from composattn.primitives.rescale_threshold import RescaleThreshold
 
 Changes = dict[str, Any]
 OBJECTS: dict[str, Callable[..., Any]] = {
-    "exponential": ExponentialUnits, "lag": Lag, "scheduler": Scheduler.__getitem__, "steps": RowSteps
+    "exponential": ExponentialUnits, "threshold": RescaleThreshold, "scheduler": Scheduler.__getitem__,
+    "steps": RowSteps
 }  # fmt: skip
 _FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 

@@ -63,14 +63,14 @@ def has_kernel_toolchain() -> bool:
 @contextlib.contextmanager
 def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     """Inside, Hopper's forwards whose queries see few keys are cut as those of long sequences: tests are short."""
-    from composattn.backends.fused.planning.call_class import Work
+    from composattn.backends.fused.planning.call_class import Rounds
     from composattn.backends.hopper import forward_choice
 
     class_of = forward_choice.class_of  # type: ignore[attr-defined]
 
     def longer(*call: Any, **how: Any) -> Any:
         found = class_of(*call, **how)
-        many = Work.FEW_ROWS if found.work is Work.FEW_ROWS else Work.ROUNDS
+        many = Rounds.FEW_ROWS if found.work is Rounds.FEW_ROWS else Rounds.ROUNDS
         return dataclasses.replace(found, seen=8448, length=8448, work=many)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from composattn.backends.fused.compiling.inspect import Instruction
+from composattn.backends.fused.compiling.inspect import SassInstruction
 from composattn.backends.fused.tiles.target import TARGETS as GPUS
 from composattn.backends.fused.tiles.target import Target
 
@@ -96,7 +96,7 @@ _WIDTH = re.compile(r"\.(128|64|U?16|U8|S8)\b")
 _BYTES = {"128": 16, "64": 8, "16": 2, "U16": 2, "U8": 1, "S8": 1}
 
 
-def kind_of(instruction: Instruction) -> str:
+def kind_of(instruction: SassInstruction) -> str:
     """What the instruction keeps busy, a value of `OPCODES`; raises `UnknownOpcode`."""
     name = instruction.name
     kind = OPCODES.get(name) or ("other" if name.startswith("U") else None)
@@ -107,7 +107,7 @@ def kind_of(instruction: Instruction) -> str:
     return kind
 
 
-def shared_bytes(instruction: Instruction) -> int:
+def shared_bytes(instruction: SassInstruction) -> int:
     """Bytes that a warp's instruction moves through the port of shared memory."""
     if kind_of(instruction) != "shared":
         return 0
@@ -121,7 +121,7 @@ def shared_bytes(instruction: Instruction) -> int:
 _SHAPE = re.compile(r"\.64x(\d+)x16\b")
 
 
-def product(instruction: Instruction) -> tuple[int, int]:
+def product(instruction: SassInstruction) -> tuple[int, int]:
     """16-bit operations of a warpgroup's product (HGMMA), and the bytes of shared memory that it reads.
 
     Its left operand of 64 x 16 comes from shared memory where a descriptor stands for both, else from registers.
@@ -134,7 +134,7 @@ def product(instruction: Instruction) -> tuple[int, int]:
     return 2 * 64 * 16 * columns, 2 * 16 * (columns + (0 if left_in_registers else 64))
 
 
-def busy(instructions: Iterable[Instruction], clocks: Clocks) -> dict[str, float]:
+def busy(instructions: Iterable[SassInstruction], clocks: Clocks) -> dict[str, float]:
     """Clocks that one warp's instructions take of each unit; those of HGMMA and of shared memory are of the whole SM.
 
     A product of four warps is counted a quarter for each of them, so that four of these are the warpgroup's.

@@ -9,7 +9,7 @@ from benchmarks.model import roofline
 from benchmarks.model.clocks import TARGETS, UNITS, Clocks, busy
 from benchmarks.model.kernels import Kernel
 from benchmarks.model.loops import REDUCTIONS
-from composattn.backends.fused.compiling.inspect import Instruction
+from composattn.backends.fused.compiling.inspect import SassInstruction
 
 WARPGROUP = 128
 
@@ -76,7 +76,7 @@ def _of_tensor_memory(kernel: Kernel, clocks: Clocks, tested: bool) -> Cost:
     return Cost(_busy(paths, clocks) | {unit: shape[unit] for unit in ("matrix", "shared")})
 
 
-def _busy(paths: Iterable[tuple[Sequence[Instruction], int]], clocks: Clocks) -> dict[str, float]:
+def _busy(paths: Iterable[tuple[Sequence[SassInstruction], int]], clocks: Clocks) -> dict[str, float]:
     """Clocks of each unit while so many warps of each partition go each of these ways through their loops."""
     total = dict.fromkeys(UNITS, 0.0)
     for path, warps in paths:

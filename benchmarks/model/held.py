@@ -90,7 +90,7 @@ def modelled() -> dict[str, dict[str, float]]:
         if key(case, implementation) not in known:
             pattern, packed = case.pattern(case, CPU), implementation == PACKED
             kernel = kernels.ours(case, pattern, ARCH, packed)
-            mine = times(case, pattern, kernel, packed or kernel.in_stretches)
+            mine = times(case, pattern, kernel, packed or kernel.in_segments)
             theirs = times(case, pattern, kernels.peers(case, pattern, ARCH), bool(pattern.document_starts))
             known[key(case, implementation)] = {reading: theirs[reading] / mine[reading] for reading in READINGS}
     return known

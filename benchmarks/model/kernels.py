@@ -14,7 +14,7 @@ from benchmarks.model.loops import Role, roles
 from benchmarks.model.peer import PeerCall, peer_kernel
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
-from composattn.backends.fused.compiling.inspect import Instruction, machine_code
+from composattn.backends.fused.compiling.inspect import SassInstruction, machine_code
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.tiles.target import TARGETS as GPUS
@@ -34,7 +34,7 @@ class Kernel:
     products see. `heads`: query heads that share a block's rows or follow each other in it. `interleaved`: the longest
     tiles of many heads start first, else head follows head. `pieces`: blocks that share a tile of keys, but for the
     first `whole`.
-    `transposed`: see `roofline.backward_rows`. `together`: blocks that share an SM. `in_stretches`: tiles
+    `transposed`: see `roofline.backward_rows`. `together`: blocks that share an SM. `in_segments`: tiles
     begin with documents, as those of packed sequences do.
     """
 
@@ -52,10 +52,10 @@ class Kernel:
     transposed: bool = False
     together: int = 1
     whole: int = 0
-    in_stretches: bool = False
+    in_segments: bool = False
 
     @property
-    def code(self) -> tuple[Instruction, ...]:
+    def code(self) -> tuple[SassInstruction, ...]:
         return _code(self.cubin)
 
     @functools.cached_property
@@ -73,7 +73,7 @@ class Kernel:
 
 
 @functools.cache
-def _code(cubin: Path) -> tuple[Instruction, ...]:
+def _code(cubin: Path) -> tuple[SassInstruction, ...]:
     found = machine_code(cubin)
     if not found:
         raise FileNotFoundError("nvdisasm is needed: pip install nvidia-cuda-nvdisasm")
@@ -97,7 +97,7 @@ def ours(case: Case, pattern: Pattern, arch: str, packed: bool = False) -> Kerne
     return Kernel(
         made.cubin_path, made.threads, case.direction, cut.tile_m, queries, keys, cut.d, cut.dv, heads,
         pieces=pieces, transposed=arch != "sm_90a" and plan.step in ("backward_wide", "backward_query_pair"),
-        together=getattr(cut, "blocks", 1), whole=whole, in_stretches=plan.has_stretches,
+        together=getattr(cut, "blocks", 1), whole=whole, in_segments=plan.has_segments,
     )  # fmt: skip
 
 

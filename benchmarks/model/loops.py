@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from composattn.backends.fused.compiling.inspect import Instruction
+from composattn.backends.fused.compiling.inspect import SassInstruction
 
 MATRIX = ("HGMMA", "UTCHMMA")
 COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")
@@ -21,12 +21,12 @@ ENDS = ("EXIT", "RET", "BRX", "KILL")
 class Loop:
     """Instructions start to stop, both included, of which the last jumps back; `code` are all of the kernel."""
 
-    code: tuple[Instruction, ...]
+    code: tuple[SassInstruction, ...]
     start: int
     stop: int
 
     @property
-    def body(self) -> tuple[Instruction, ...]:
+    def body(self) -> tuple[SassInstruction, ...]:
         return self.code[self.start : self.stop + 1]
 
     @property
@@ -34,7 +34,7 @@ class Loop:
         """Names of the instructions."""
         return Counter(i.name for i in self.body)
 
-    def path(self, tested: bool) -> tuple[Instruction, ...]:
+    def path(self, tested: bool) -> tuple[SassInstruction, ...]:
         """What a warp carries out of the body for a tile: the shortest way through it, or the longest if `tested`.
 
         No way leaves out a product or an exponential that another takes, nor takes what a warp's vote skips that has
@@ -127,17 +127,17 @@ class Role:
     def tested(self) -> Loop:
         return max(self.loops, key=lambda loop: (loop.selects, len(loop.path(True))))
 
-    def path(self, tested: bool) -> tuple[Instruction, ...]:
+    def path(self, tested: bool) -> tuple[SassInstruction, ...]:
         """What a warp carries out for a tile."""
         return self.tested.path(True) if tested else self.plain.path(False)
 
 
-def _works(i: Instruction) -> bool:
+def _works(i: SassInstruction) -> bool:
     """Whether it is an exponential or a product, which every tile has."""
     return i.name in MATRIX or (i.name == "MUFU" and not any(name in i.text for name in ASIDE))
 
 
-def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
+def inner_loops(code: Sequence[SassInstruction]) -> list[Loop]:
     """Loops that have a job and hold no other such loop, in program order.
 
     Code behind the last EXIT waits out of line and jumps back into the kernel: that is no loop.
@@ -152,7 +152,7 @@ def inner_loops(code: Sequence[Instruction]) -> list[Loop]:
     return sorted(found, key=lambda x: x.start)
 
 
-def roles(code: Sequence[Instruction]) -> list[Role]:
+def roles(code: Sequence[SassInstruction]) -> list[Role]:
     """The loops over tiles by who runs them: loops of one job where the end of one leads to the other."""
     found: list[list[Loop]] = []
     for loop in inner_loops(code):
@@ -164,7 +164,7 @@ def roles(code: Sequence[Instruction]) -> list[Role]:
     return [Role(loops[0].job, tuple(loops)) for loops in found]
 
 
-def _leads(code: Sequence[Instruction], start: int, stop: int) -> bool:
+def _leads(code: Sequence[SassInstruction], start: int, stop: int) -> bool:
     """Whether running on from instruction `start` may reach `stop`."""
     seen, waiting = set(), [start]
     while waiting:
@@ -177,7 +177,7 @@ def _leads(code: Sequence[Instruction], start: int, stop: int) -> bool:
     return False
 
 
-def _next(code: Sequence[Instruction], n: int) -> Iterator[int]:
+def _next(code: Sequence[SassInstruction], n: int) -> Iterator[int]:
     """The instructions that may follow number n."""
     i = code[n]
     if i.target is not None:
@@ -186,7 +186,7 @@ def _next(code: Sequence[Instruction], n: int) -> Iterator[int]:
         yield n + 1
 
 
-def _may_fall_through(i: Instruction) -> bool:
+def _may_fall_through(i: SassInstruction) -> bool:
     """`BRA.U !UP0` has its condition among its operands."""
     conditional = bool(i.predicate) or "UP" in i.text or ".DIV" in i.text
     return conditional or i.name not in ("BRA", *ENDS)

@@ -25,7 +25,7 @@ from ..graph.form import graphs_of
 from ..graph.trace import trace_mask, trace_score
 from ..mods.dropout import Dropout
 from ..mods.mask import Mask
-from ..mods.mod import told
+from ..mods.mod import known_form
 from ..mods.score import Score
 from ..mods.sink import Sink
 from ..mods.values import Values
@@ -95,7 +95,7 @@ def _formed(kind: type[Score] | type[Mask], trace: Any, mod: Any, mark: Fingerpr
     if mark is not None:
         if mod is None or mod.__class__ is kind:
             return mark
-        known = told(trace, mark)
+        known = known_form(trace, mark)
         if known is not None:
             return known[:2]
     made = kind.of(mod)

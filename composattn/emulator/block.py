@@ -12,7 +12,7 @@ from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse
 from composattn.emulator.gang import Gang
 from composattn.emulator.memory import RANK, SharedMemory
-from composattn.emulator.tensor_memory import TensorMemory, TensorUnits
+from composattn.emulator.tensor_memory import EmulatedTensorMemory, TensorUnits
 
 if TYPE_CHECKING:
     from composattn.emulator.cluster import Cluster
@@ -91,8 +91,8 @@ class ThreadBlock:
         return self.cluster.blocks[self.rank & ~1 : (self.rank & ~1) + 2]
 
     @cached_property
-    def tensor(self) -> TensorMemory:
-        return TensorMemory()
+    def tensor(self) -> EmulatedTensorMemory:
+        return EmulatedTensorMemory()
 
     @property
     def tensor_in_use(self) -> dict[int, int]:

@@ -21,7 +21,7 @@ GROUP = 16  # lanes that are used together: a cell of the ledger is a column of 
 FREE = NOBODY - 1  # in place of the last writer: in columns that nobody allocated
 
 
-class TensorMemory(Ledger):
+class EmulatedTensorMemory(Ledger):
     """An address is lane << 16 | column."""
 
     def __init__(self) -> None:

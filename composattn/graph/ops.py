@@ -337,7 +337,7 @@ def _identity(name: str, dtype: DType, args: tuple[Expr, ...]) -> Expr | None:
 
 
 def _identity_of_equals(name: str, dtype: DType, x: Expr) -> Expr | None:
-    """Of `x - x` and its like."""
+    """What an operation on equal arguments is, as `x - x`; None where nothing is known."""
     if x.dtype is not DType.FLOAT and name in _OF_ITSELF:  # a float may be NaN
         return const(_OF_ITSELF[name], dtype)
     return x if name == "where" or (name in ("and", "or") and dtype is DType.BOOL) else None

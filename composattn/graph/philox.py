@@ -2,7 +2,7 @@
 
 The counter is (kv, q, h, b), the key the 64 bits of the seed, so bits depend on no tiling, order or backend. Its four
 words serve eight pairs, 16 bits each: those that differ in bits 0 and 3 of kv and bit 3 of q, which a thread of the
-matrix units' fragments has together. Seven rounds are the fewest that pass all tests of BigCrush.
+tensor cores' fragments has together. Seven rounds are the fewest that pass all tests of BigCrush.
 
 Source: Salmon, Moraes, Dror, Shaw 2011, Parallel random numbers: as easy as 1, 2, 3 (section 4, table 2).
 """

@@ -273,7 +273,7 @@ _TRACED_LIMIT = 4096  # forms by fingerprint; both are texts and numbers, no ten
 _lock = threading.Lock()
 
 
-def told(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[Any, ...], str] | None:
+def known_form(trace: Callable[[Any], Expr], mark: Fingerprint) -> tuple[str, tuple[Any, ...], str] | None:
     """(form, leaves, name) of a function of this fingerprint, if such a one was traced before."""
     known = _traced.get((trace, mark[0]))
     if known is None:
@@ -318,7 +318,7 @@ def formed(
         form, leaves = _read_in_region(fn, trace)
         return form, leaves, name or "mod"  # which matters to nobody there
     mark = fingerprint(fn, len(names))
-    known = None if mark is None else told(trace, mark)
+    known = None if mark is None else known_form(trace, mark)
     if known is not None:
         form, leaves, own = known
         return form, leaves, name or own

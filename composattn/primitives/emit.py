@@ -110,7 +110,7 @@ class Leaves:
     scalars: Any
     first: Any = None  # first and last query row of the tile, for loop bounds
     last: Any = None
-    told: Any = None  # of a tile of keys, `ToldKeys` or, for loop bounds alone, a `ToldGroup`: what a table says of it
+    metadata: Any = None  # of a tile of keys, `KeyTileMetadata`; for loop bounds alone a `KeyGroupMetadata`
 
 
 class Evaluator:

@@ -35,9 +35,9 @@ from .arithmetic import ONE_BY_ONE, Arithmetic
 from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_dropout import copied, drop
+from .emit_metadata import AgreedReads
 from .emit_ops import convert, tanh_of
 from .emit_row import MODERATE, near_tanh
-from .emit_told import AgreedReads
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
 from .values import Fixed, choose, larger, smaller, total
@@ -82,7 +82,7 @@ class BackwardMods:
 
     def intervals(self, leaves: Leaves) -> list[tuple[Any, Any, Any, Any]]:
         """(begin, end, full_begin, full_end) of each run of queries that the kv tile visits, int32."""
-        return self.mods.intervals(leaves) if leaves.told is None else [leaves.told.queries]
+        return self.mods.intervals(leaves) if leaves.metadata is None else [leaves.metadata.queries]
 
     def at(self, tile: ScoreTile, leaves: Leaves) -> BoundBackwardMods:
         """The mods at a work tile, with all that does not change along q computed."""
@@ -253,10 +253,10 @@ class BoundBackwardMods(Fixed):
 
     def hide(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
         """By the columns' limits where they hold, else by the mask, which a branch decides."""
-        if self.leaves.told is None:
+        if self.leaves.metadata is None:
             self.hide_one_by_one(at, targets)
         else:
-            agreed = self.leaves.told.agreed()  # read here: 80 queries in bulk spilled 11 for 5, and lost 1 %
+            agreed = self.leaves.metadata.agreed()  # read here: 80 queries in bulk spilled 11 for 5, and lost 1 %
             _hide_agreed(agreed.all_keys, agreed, self, at, targets)
 
     def hide_agreed(self, agreed: AgreedReads, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:

@@ -15,9 +15,9 @@ from ..graph.expr import walk
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
-from .kv_tiles import WHOLE, Part, TileSequence, around, counted_from, listed, visit
+from .kv_tiles import WHOLE, KvPart, TileSequence, around, counted_from, listed, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
-from .shares import Portion
+from .stream_k import Portion
 from .values import Fixed, choose, larger, smaller
 
 
@@ -29,7 +29,7 @@ class BandTiles(Fixed):
     shapes: tuple[IntervalShape, ...]
     tile_n: int
 
-    def of(self, leaves: Leaves, m: Any, some: Part | Portion = WHOLE, origin: Any = 0) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, some: KvPart | Portion = WHOLE, origin: Any = 0) -> TileSequence:
         """The kv tiles of query tile `m`, or a part of them, from `origin` on; `leaves` are those of the work tile."""
         intervals = counted_from(origin, self.mods.intervals(leaves))
         return visit(intervals, self.shapes, _less(leaves.kv_len, origin), self.tile_n, some)
@@ -39,7 +39,7 @@ class BandTiles(Fixed):
         ends = (end for interval in self.mods.bounds for end in interval.ends)
         return not any(n.op == "index" and n.attr in ("first", "last") for end in ends for n in walk(end))
 
-    def of_all(self, leaves: list[Leaves], origin: Any = 0, some: Part | Portion = WHOLE) -> TileSequence:
+    def of_all(self, leaves: list[Leaves], origin: Any = 0, some: KvPart | Portion = WHOLE) -> TileSequence:
         """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
         intervals = counted_from(origin, around([self.mods.intervals(each) for each in leaves]))
         shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
@@ -61,7 +61,7 @@ class ListedTiles(Fixed):
 
     slot: int
 
-    def of(self, leaves: Leaves, m: Any, some: Part | Portion = WHOLE) -> TileSequence:
+    def of(self, leaves: Leaves, m: Any, some: KvPart | Portion = WHOLE) -> TileSequence:
         """The tiles that query tile `m` visits, see `BandTiles.of`."""
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)

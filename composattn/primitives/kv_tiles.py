@@ -2,10 +2,10 @@
 
 Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
 of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
-with it; what follows are loops whose tiles are all tested or all free of tests, one for each segment or, in `rounds`,
-one for all of a kind. Runs go from the highest tile to the lowest, so that the one tile that may reach beyond the
-sequence comes first; in a list it stands among the tested ones.
-Takes Python ints as well as kernel values, so the rule is checked with no GPU.
+with it; what follows are loops whose tiles are all tested or all free of tests, one for each `TileRange` or, in
+`rounds`, one for all of a kind. Runs go from the highest tile to the lowest, so that the one tile that may reach beyond
+the sequence comes first; in a list it stands among the tested ones. Takes Python ints as well as kernel values, so the
+rule is checked with no GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import operator
 from typing import Any
 
 from .interval_shape import IntervalShape
-from .shares import Portion
+from .stream_k import Portion
 from .values import Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
-class Part(Fixed):
+class KvPart(Fixed):
     """The `index`-th of `count` parts of the tiles of each interval, or of a list."""
 
     index: Any
@@ -33,18 +33,18 @@ class Part(Fixed):
         return start + low, high - low
 
 
-class Whole(Part):
+class AllKv(KvPart):
     """All of them."""
 
     def of(self, start: Any, count: Any) -> tuple[Any, Any]:
         return start, count
 
 
-WHOLE = Whole(0, 1)
+WHOLE = AllKv(0, 1)
 
 
 @dataclasses.dataclass
-class Segment(Fixed):
+class TileRange(Fixed):
     """`count` neighbouring tiles, `first` and downwards; `tested`: whether an element of them may be invisible."""
 
     first: Any
@@ -55,25 +55,25 @@ class Segment(Fixed):
         return self.first - i
 
 
-NOTHING = Segment(0, 0, False)
+NOTHING = TileRange(0, 0, False)
 
 
 @dataclasses.dataclass
-class Segments(Fixed):
+class TileRanges(Fixed):
     """Some that a loop at run time goes over, all `tested` or none."""
 
-    every: list[Segment]
+    every: list[TileRange]
     tested: bool
 
     def __len__(self) -> int:
         return len(self.every)
 
-    def __getitem__(self, n: Any) -> Segment:
+    def __getitem__(self, n: Any) -> TileRange:
         """The `n`-th one, for an `n` that only the kernel knows."""
         found = dataclasses.replace(self.every[0], tested=self.tested)
         for i, other in enumerate(self.every[1:], 1):
             first, count = (choose(n == i, *of) for of in ((other.first, found.first), (other.count, found.count)))
-            found = Segment(first, count, self.tested)
+            found = TileRange(first, count, self.tested)
         return found
 
 
@@ -93,18 +93,18 @@ class Run(Fixed):
     def tile(self, i: Any) -> Any:
         return self.first - i
 
-    def segments(self) -> list[Segment]:
+    def tile_ranges(self) -> list[TileRange]:
         if not self.shape.full:
-            return [Segment(self.first, self.count, True)]
-        right = Segment(self.first, self.first + 1 - self.full_stop, True)
-        full = Segment(self.full_stop - 1, self.full_stop - self.full_start, False)
-        left = Segment(self.full_start - 1, self.full_start - (self.first + 1 - self.count), True)
+            return [TileRange(self.first, self.count, True)]
+        right = TileRange(self.first, self.first + 1 - self.full_stop, True)
+        full = TileRange(self.full_stop - 1, self.full_stop - self.full_start, False)
+        left = TileRange(self.full_start - 1, self.full_start - (self.first + 1 - self.count), True)
         return [right] * self.shape.right + [full] + [left] * self.shape.left
 
 
 @dataclasses.dataclass
 class ListedRun(Fixed):
-    """`count` tiles of a list, `row[start]` and on; `tested` as of a `Segment`, which a run of a list is as well."""
+    """`count` tiles of a list, `row[start]` and on; `tested` as of a `TileRange`, which a run of a list is as well."""
 
     row: Any
     start: Any
@@ -114,7 +114,7 @@ class ListedRun(Fixed):
     def tile(self, i: Any) -> Any:
         return self.row[self.start + i]
 
-    def segments(self) -> list[ListedRun]:
+    def tile_ranges(self) -> list[ListedRun]:
         return [self]
 
 
@@ -130,20 +130,20 @@ class TileSequence(Fixed):
     runs: list[Run] | list[ListedRun]
     spans: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
-    def segments(self) -> list[Segment] | list[ListedRun]:
-        """The segments of all runs."""
-        return [segment for run in self.runs for segment in run.segments()]  # type: ignore[return-value]
+    def tile_ranges(self) -> list[TileRange] | list[ListedRun]:
+        """The ranges of all runs."""
+        return [tile_range for run in self.runs for tile_range in run.tile_ranges()]  # type: ignore[return-value]
 
-    def rounds(self) -> tuple[Segments, Segments]:
-        """(tested, free): those of `segments`, as many of each, to go over by turns; not of lists."""
-        tested: list[Segment] = []
-        free: list[Segment] = []
-        for segment in self.segments():
-            if segment.tested or not free or free[-1] is not NOTHING:
+    def rounds(self) -> tuple[TileRanges, TileRanges]:
+        """(tested, free): those of `tile_ranges`, as many of each, to go over by turns; not of lists."""
+        tested: list[TileRange] = []
+        free: list[TileRange] = []
+        for tile_range in self.tile_ranges():
+            if tile_range.tested or not free or free[-1] is not NOTHING:
                 tested.append(NOTHING)
                 free.append(NOTHING)
-            (tested if segment.tested else free)[-1] = segment  # type: ignore[assignment]
-        return Segments(tested, True), Segments(free, False)
+            (tested if tile_range.tested else free)[-1] = tile_range  # type: ignore[assignment]
+        return TileRanges(tested, True), TileRanges(free, False)
 
     def has(self, tile: Any) -> Any:
         """Whether it is visited; not where tiles are listed."""
@@ -185,7 +185,7 @@ def visit(
     shapes: tuple[IntervalShape, ...],
     kv_len: Any,
     tile_n: int,
-    some: Part | Portion = WHOLE,
+    some: KvPart | Portion = WHOLE,
 ) -> TileSequence:
     """Tiles for `intervals` (begin, end, full_begin, full_end), ascending; each tile at most once."""
     bound = (kv_len + (tile_n - 1)) // tile_n  # tiles from here on have been visited
@@ -253,7 +253,7 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
     return found
 
 
-def listed(row: Any, partial: Any, full: Any, some: Part | Portion = WHOLE) -> TileSequence:
+def listed(row: Any, partial: Any, full: Any, some: KvPart | Portion = WHOLE) -> TileSequence:
     """Tiles of a list: `partial` ones that need a test, then `full` ones that don't. `row` has at least one entry."""
     tested, tests = some.of(0, partial)
     free, frees = some.of(partial, full)

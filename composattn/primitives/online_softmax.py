@@ -17,8 +17,8 @@ from cutlass.cute import math as cm
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns, log2
 from .exponential_units import HARDWARE, ExponentialUnits
-from .lag import NO_LAG, Lag
 from .lanes import add
+from .rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
 from .score_tile import FragmentShape, ScoreTile
 from .values import Fixed, choose
 
@@ -31,8 +31,8 @@ class OnlineSoftmax(Fixed):
     exponentials, `arithmetic` what comes before and behind them. `keeps_highest`: the largest score of each row is kept
     too. `least`: a row whose maximum is below it, in the unit of scores, has nothing to attend.
 
-    `lag`: how far a maximum may be below a row's largest score; the factor is exactly 1 then. What it says of sums goes
-    by those of the last `note_sums`.
+    `threshold`: how far a maximum may be below a row's largest score; the factor is exactly 1 then. What it says of
+    sums goes by those of the last `note_sums`.
 
     `factors`: the 16-bit type that probabilities are rounded to behind their sum, as factors of the output's product.
     Of a row whose largest score has nearly all of the sum the output is right only if the sum has that probability as
@@ -48,18 +48,18 @@ class OnlineSoftmax(Fixed):
         units: ExponentialUnits = HARDWARE,
         arithmetic: Arithmetic = ONE_BY_ONE,
         least: float = -math.inf,
-        lag: Lag = NO_LAG,
+        threshold: RescaleThreshold = ALWAYS_RESCALE,
         factors: Any = None,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
-        self.least, self.lag, self.factors = least, lag, factors
+        self.least, self.threshold, self.factors = least, threshold, factors
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
         self.total = cute.make_rmem_tensor(rows, Float32)  # this lane's part of the sum
         self.scaled_shift = cute.make_rmem_tensor(rows, Float32)  # what exponents are less, in log2 units
         self.highest = cute.make_rmem_tensor(rows, Float32) if keeps_highest else None
         # of scores that raise no maximum
-        self.limit = None if lag.share is None else cute.make_rmem_tensor(rows, Float32)
+        self.limit = None if threshold.share is None else cute.make_rmem_tensor(rows, Float32)
 
     def reset(self) -> None:
         self.maximum.fill(-Float32.inf)
@@ -112,12 +112,12 @@ class OnlineSoftmax(Fixed):
         largest = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, among))
         if self.highest is not None:
             self.highest[r] = cute.arch.fmax(self.highest[r], largest)
-        if first or not self.lag.most:
+        if first or not self.threshold.most:
             return largest
         if self.limit is not None:
             return choose(largest > self.limit[r], largest, before)
         # false for the NaN of -inf - -inf, and for a first visible score after -inf
-        return choose((largest - before) * self.scale <= self.lag.most, before, largest)
+        return choose((largest - before) * self.scale <= self.threshold.most, before, largest)
 
     def raise_to(self, r: int, maximum: Any, first: bool = False) -> Any:
         """`raise_maximum` to a given value, which is the row's maximum from now on."""
@@ -143,12 +143,12 @@ class OnlineSoftmax(Fixed):
 
     def note_sums(self, ahead: Any) -> None:
         """How far each row's maximum may lag from now on; sums grow to `ahead` times themselves, if tiles are alike."""
-        assert self.limit is not None and self.lag.share is not None, "maxima lag whatever sums are"
-        share, log2_unit = ahead * self.lag.share, cute.arch.rcp_approx(self.scale)
+        assert self.limit is not None and self.threshold.share is not None, "maxima lag whatever sums are"
+        share, log2_unit = ahead * self.threshold.share, cute.arch.rcp_approx(self.scale)
         for r in range(self.shape.rows):
             # -inf of a row that has seen nothing: any score is above it
-            lag = log2(self.shape.along_row(add, self.total[r]) * share)
-            self.limit[r] = self.maximum[r] + cute.arch.fmin(lag, Float32(self.lag.most)) * log2_unit
+            threshold = log2(self.shape.along_row(add, self.total[r]) * share)
+            self.limit[r] = self.maximum[r] + cute.arch.fmin(threshold, Float32(self.threshold.most)) * log2_unit
 
     def exponentials(
         self, tile: ScoreTile, r: int, columns: Sequence[int], units: ExponentialUnits | None = None

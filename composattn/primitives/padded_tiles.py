@@ -2,7 +2,7 @@
 
 Dense workspaces are (B, H, tiles, ...). Packed ones are (1, H, total // tile + B, ...), and sequence b begins at tile
 start // tile + b: it ends at most at (start + length) // tile + b + 1, where the next one begins: no two overlap, and
-no sum over the sequences is needed to find a place. So do the stretches of a dense sequence lie in its entry.
+no sum over the sequences is needed to find a place. So do the segments of a dense sequence lie in its entry.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PaddedTiles(Fixed):
     def of(sequence: Sequence, b: Any, tile: int) -> PaddedTiles:
         """The padded tiles of sequence `b`, of `tile` rows each."""
         if isinstance(sequence, DenseSequence):
-            stretch = sequence.stretch
-            return PaddedTiles(b, 0 if stretch is None else stretch.start // tile + stretch.number)
+            segment = sequence.segment
+            return PaddedTiles(b, 0 if segment is None else segment.start // tile + segment.number)
         if isinstance(sequence, StripSequence):
             return PaddedTiles(b, 0)
         assert isinstance(sequence, PackedSequence), "keys in pages have no workspaces"

@@ -30,7 +30,7 @@ class Pieces(Bundle):
     """`dk`, `dv`: fp32 (slots, numbers of a tile), piece after piece of tile after tile.
 
     `places`: int32 (cut tiles, 4), whose they are: (b, head, number of the tile, nothing), or of one that begins with a
-    stretch (b, head, its first row, the row behind the stretch). Sequence -1: nobody's.
+    segment (b, head, its first row, the row behind the segment). Sequence -1: nobody's.
     """
 
     parts = ("dk", "dv", "places", "whole", "count", "numbers")
@@ -70,7 +70,7 @@ class Pieces(Bundle):
     def note(self, work: Any, tile_n: int, condition: Boolean) -> None:
         """Whose pieces they are, once per tile of so many keys, where the condition holds."""
         tile, _ = divmod(work.piece.slot, self.count)
-        where = (work.n,) if work.keys.stretch is None else (work.keys.from_start(work.n * tile_n), work.keys.end)
+        where = (work.n,) if work.keys.segment is None else (work.keys.from_start(work.n * tile_n), work.keys.end)
         _note_if(self.places, tile, (work.b, work.kv_head, *where), condition & (work.piece.index == 0))
 
     def note_absent(self, number: Int32, condition: Boolean) -> None:

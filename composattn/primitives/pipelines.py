@@ -67,7 +67,7 @@ class Slot:
         return Slot(self.stages, Int32(values[0]), Int32(values[1]))
 
 
-class Role(Protocol):
+class EdgeEnd(Protocol):
     """Who takes part at one end of an edge: how many arrivals end a phase of its barrier, and how each is made.
 
     An end of another kind (a tensor core that commits, a block of the cluster) is one more class with these two.
@@ -118,8 +118,8 @@ class Edge:
     """
 
     stages: int
-    producer: Role
-    consumers: Role | None
+    producer: EdgeEnd
+    consumers: EdgeEnd | None
     tries_first: bool = False
 
     @property

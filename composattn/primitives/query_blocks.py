@@ -11,7 +11,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .tile_scheduler import Stretch
+from .tile_scheduler import Segment
 from .values import Fixed
 
 
@@ -66,10 +66,10 @@ class QueryBlocks(Fixed):
         entry = number // self.parts
         return self.work[entry, 1] * self.parts + number % self.parts, head, self.work[entry, 0]
 
-    def stretch(self) -> Stretch | None:
-        """The stretch of which that tile is, if tiles begin with stretches."""
+    def segment(self) -> Segment | None:
+        """The segment of which that tile is, if tiles begin with segments."""
         number, _, _ = self.place()
-        return Stretch.of(self.work, number // self.parts)
+        return Segment.of(self.work, number // self.parts)
 
 
 __all__ = ["QueryBlocks"]

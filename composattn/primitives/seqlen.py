@@ -48,9 +48,9 @@ class DenseRows(Bundle):
 
     @staticmethod
     def for_stores(tensor: cute.Tensor, box: int) -> cute.Tensor:
-        """(B, H, S, D) as (box, D, H, B, S - box + 1), for stores of so many rows that may end with a stretch.
+        """(B, H, S, D) as (box, D, H, B, S - box + 1), for stores of so many rows that may end with a segment.
 
-        The last mode says at which row the others begin. A box with n rows before the stretch's end begins at row
+        The last mode says at which row the others begin. A box with n rows before the segment's end begins at row
         box - n of those that end there, so that the copy leaves out what is behind it.
         """
         (batch, heads, length, columns), (entry, head, row, column) = tensor.shape, tensor.stride
@@ -109,24 +109,24 @@ class PagedRows(Bundle):
 class DenseSequence(Fixed):
     """Entry `b` of dense tensors. `origin`: the row from which tiles are counted, see `counted_from`.
 
-    `stretch`: the part of the entry that is meant, with `start`, `stop` and a `number`; None: all.
+    `segment`: the part of the entry that is meant, with `start`, `stop` and a `number`; None: all.
     """
 
     b: Int32
     length: Int32
     start: int = 0
     origin: Int32 | int = 0
-    stretch: Any = None
+    segment: Any = None
 
     @property
     def end(self) -> Int32:
         """The row behind the last one."""
-        return self.length if self.stretch is None else self.stretch.stop
+        return self.length if self.segment is None else self.segment.stop
 
     @property
     def rows(self) -> Int32:
         """How many rows are meant, from `origin` to the `end`."""
-        return self.length if self.stretch is None else self.stretch.stop - self.stretch.start
+        return self.length if self.segment is None else self.segment.stop - self.segment.start
 
     def has(self, row: Any) -> Any:
         """Whether there is such a row, of those that are not before the first one."""
@@ -136,9 +136,9 @@ class DenseSequence(Fixed):
         """The row that is the `row`-th of the tiles."""
         return row if isinstance(self.origin, int) and self.origin == 0 else self.origin + row
 
-    def within(self, stretch: Any) -> DenseSequence:
-        """Its rows of a stretch, from the first of which tiles are counted; None: all."""
-        return self if stretch is None else dataclasses.replace(self, origin=stretch.start, stretch=stretch)
+    def within(self, segment: Any) -> DenseSequence:
+        """Its rows of a segment, from the first of which tiles are counted; None: all."""
+        return self if segment is None else dataclasses.replace(self, origin=segment.start, segment=segment)
 
     def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
         """(rows, columns, number of the tile) of a tensor made by `for_copies` and a copy's descriptor.
@@ -167,11 +167,11 @@ class DenseSequence(Fixed):
 
 
 class WholeSequence(Fixed):
-    """One that has `length` rows and no stretches."""
+    """One that has `length` rows and no segments."""
 
     length: Int32
     origin: ClassVar[int] = 0
-    stretch: ClassVar[None] = None
+    segment: ClassVar[None] = None
 
     @property
     def end(self) -> Int32:
@@ -189,7 +189,7 @@ class WholeSequence(Fixed):
     def from_start(self, row: Any) -> Any:
         return row
 
-    def within(self, stretch: Any) -> Any:
+    def within(self, segment: Any) -> Any:
         return self
 
 

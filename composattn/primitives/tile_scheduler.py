@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from .stretch_entry import WIDE
+from .segment_entry import WIDE
 from .values import Bundle, Fixed, choose, larger, smaller
 
 
 @dataclasses.dataclass
-class Stretch(Fixed):
-    """Rows [start, stop) of a sequence, the `number`-th stretch of it: tiles begin with it, and none goes on behind.
+class Segment(Fixed):
+    """Rows [start, stop) of a sequence, the `number`-th segment of it: tiles begin with it, and none goes on behind.
 
     `table`: that says so, at its entry `at`, with what else it has of the tile.
     """
@@ -24,15 +24,15 @@ class Stretch(Fixed):
     at: Any = 0
 
     @staticmethod
-    def of(table: cute.Tensor, entry: Int32) -> "Stretch | None":
+    def of(table: cute.Tensor, entry: Int32) -> "Segment | None":
         """That of an entry of a table of work, if the table has such."""
         if table.shape[1] < WIDE:
             return None
-        return Stretch(table[entry, 2], table[entry, 3], table[entry, 4], table, entry)
+        return Segment(table[entry, 2], table[entry, 3], table[entry, 4], table, entry)
 
     def entry(self, before: Any = 0) -> cute.Tensor:
         """What the table has of the tile, or of the one that is so many entries `before` it."""
-        assert self.table is not None, "a table says that this is a stretch"
+        assert self.table is not None, "a table says that this is a segment"
         return self.table[self.at - before, None]
 
 
@@ -40,7 +40,7 @@ class Stretch(Fixed):
 class WorkTile(Fixed):
     """Row block `m` of one query head `h` of one sequence `b`, with the head's key/value head.
 
-    `exists` is False where a table of work ends before its last entry. `stretch`: of which the tile is the m-th.
+    `exists` is False where a table of work ends before its last entry. `segment`: of which the tile is the m-th.
     """
 
     m: Int32
@@ -48,7 +48,7 @@ class WorkTile(Fixed):
     h: Int32
     kv_head: Int32
     exists: Any = True
-    stretch: Stretch | None = None
+    segment: Segment | None = None
 
 
 class Sections(NamedTuple):
@@ -76,7 +76,7 @@ class TileScheduler(Bundle):
 
     Row blocks run from the last to the first (longest first where the visible interval grows with q), each batch entry
     like a head of its own; or as a table says, int32 (entries, 2): the sequence and the row block of each, in order.
-    Entries that are too many have sequence -1. In tables of 6 numbers or more an entry has a `Stretch` as well.
+    Entries that are too many have sequence -1. In tables of 6 numbers or more an entry has a `Segment` as well.
     """
 
     def __init__(self, blocks, heads, batch, kv_heads, sections: Sections, table=None) -> None:
@@ -150,7 +150,7 @@ class TileScheduler(Bundle):
         if self.table is not None:
             kv_head, _ = divmod(head, self.group)
             b, m = self.table[at, 0], self.table[at, 1]
-            return WorkTile(m, b, Int32(head), Int32(kv_head), b >= 0, Stretch.of(self.table, at))
+            return WorkTile(m, b, Int32(head), Int32(kv_head), b >= 0, Segment.of(self.table, at))
         b, h = divmod(head, self.heads)
         kv_head, _ = divmod(h, self.group)
         return WorkTile(Int32(self.blocks - 1 - at), Int32(b), Int32(h), Int32(kv_head))

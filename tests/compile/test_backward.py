@@ -18,7 +18,7 @@ import composattn as ca
 from benchmarks.model.loops import inner_loops
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import _run_compiler, compile_offline
-from composattn.backends.fused.compiling.inspect import Artifact, Instruction
+from composattn.backends.fused.compiling.inspect import Artifact, SassInstruction
 from composattn.backends.fused.kernels.around import preprocess
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.gradient import FusedGradient
@@ -193,7 +193,7 @@ def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(
     assert plans(mods, 128, length=length, deterministic=True).main.tiling.passing is in_order
 
 
-def events(code: Iterable[Instruction]) -> list[str]:
+def events(code: Iterable[SassInstruction]) -> list[str]:
     """Products, exponentials, reads of shared memory, fences, waits until one product may run or none ("all") does."""
     found = []
     for i in code:
@@ -335,8 +335,8 @@ def test_products_that_hold_keys_overlap_and_read_the_others_from_shared_memory(
     mods: str, d: int, length: int, folder: Path
 ) -> None:
     plan = plans(mods, d, length=length).main
-    assert plan.tiling.held_v
-    without = dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, held=0))
+    assert plan.tiling.resident_v
+    without = dataclasses.replace(plan, tiling=dataclasses.replace(plan.tiling, resident=0))
     made, other = compile_offline(plan, folder), compile_offline(without, folder)
     assert made.spills == other.spills == 0
     assert made.mnemonics["WARPGROUP"] == other.mnemonics["WARPGROUP"]
@@ -377,7 +377,7 @@ def test_tiles_that_begin_with_documents_cost_no_registers_in_the_loop(
     plan = plan_backward(problem, program, HOPPER, deterministic=deterministic).main
     made = compile_offline(plan, folder)
     whole = not (is_causal or deterministic)  # in tiles of 80 queries, which are faster all the same
-    assert plan.has_stretches and made.spills <= (5 if whole else 0)
+    assert plan.has_segments and made.spills <= (5 if whole else 0)
     if made.mnemonics:
         assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
         assert made.mnemonics["WARPGROUP"] <= (14 + 2 * plan.tiling.passing)

@@ -56,13 +56,13 @@ def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
 def test_at_timed_sizes_k_and_v_wait_in_registers_as_far_as_there_are_any() -> None:
     """1 to 4 %. Where products lack registers they wait for each other, which takes 1.3 times as long."""
 
-    def held(mods: str, d: int, length: int) -> tuple[int, int]:
+    def resident(mods: str, d: int, length: int) -> tuple[int, int]:
         t = timed(mods, d, length).tiling
-        return t.held_v, t.held_k
+        return t.resident_v, t.resident_k
 
-    assert {held(m, 64, n) for m in (FULL, CAUSAL) for n in (1024, 8192, 32768)} == {(64, 0)}
-    assert {held(m, 96, n) for m in (FULL, CAUSAL) for n in (1024, 8192)} == {(96, 80)}
-    assert {held(m, 128, n) for m in (FULL, CAUSAL) for n in (2048, 8192, 32768)} == {(16, 0)}
+    assert {resident(m, 64, n) for m in (FULL, CAUSAL) for n in (1024, 8192, 32768)} == {(64, 0)}
+    assert {resident(m, 96, n) for m in (FULL, CAUSAL) for n in (1024, 8192)} == {(96, 80)}
+    assert {resident(m, 128, n) for m in (FULL, CAUSAL) for n in (2048, 8192, 32768)} == {(16, 0)}
 
 
 def chosen(

@@ -27,7 +27,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import captured
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import HOPPER, Target
-from composattn.backends.hopper.key_tile import Block
+from composattn.backends.hopper.key_tile import HopperBackwardBlock
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import SharedRace, UninitialisedGlobal
@@ -341,7 +341,7 @@ def test_who_adds_where_another_one_has_not_written_yet_is_found(
 def test_whose_turn_is_not_the_first_does_not_write_over_dq(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Block, "is_first", lambda self, slot: Int32(1))
+    monkeypatch.setattr(HopperBackwardBlock, "is_first", lambda self, slot: Int32(1))
     with pytest.raises(AssertionError, match="dq"):
         check(("plain", torch.bfloat16, 1, 1, 100, 270, 96, 96, True, True), tmp_path, generator)
 

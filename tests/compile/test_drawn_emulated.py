@@ -134,7 +134,7 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
         sized = dataclasses.replace(problem, schedule=ca.Schedule(persistent=stays))
         chosen = forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
         assert chosen.output_direct == direct == chosen.persistent
-    assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).held == 0
+    assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).resident == 0
 
 
 @pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))

@@ -31,7 +31,7 @@ from composattn.call.schedule import AUTO, Schedule
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from composattn.primitives.lag import NO_LAG
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE
 from tests.support import sampled
 
 LONG, SHORT = 16384, 512  # calls whose queries see few keys are cut into small tiles
@@ -238,7 +238,7 @@ def test_exponentials_run_under_the_outputs_product(
 
 
 @pytest.mark.parametrize(
-    ("mask", "d", "dv", "held"),
+    ("mask", "d", "dv", "resident"),
     [
         ("full", 128, 128, 128),
         ("full", 192, 192, 128),
@@ -247,42 +247,44 @@ def test_exponentials_run_under_the_outputs_product(
         ("full", 192, 128, 192),
     ],
 )
-def test_columns_of_queries_wait_in_registers(mask: str, d: int, dv: int, held: int, folder: Path) -> None:
+def test_columns_of_queries_wait_in_registers(mask: str, d: int, dv: int, resident: int, folder: Path) -> None:
     chosen = plan(mask=mask, d=d, dv=dv)
     artifact = compile_offline(chosen, folder)
     if not artifact.instructions:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0 and not products_are_serialised(artifact)
-    assert artifact.mnemonics["LDSM"] == held // 16  # once for all tiles of keys
+    assert artifact.mnemonics["LDSM"] == resident // 16  # once for all tiles of keys
     for loop in inner_loops(artifact.instructions):
         if loop.multiplies:
             products = [i.text for i in loop.body if i.name == "HGMMA" and "tnspB" not in i.text]
             from_registers = [bool(re.search(r", R\d+, gdesc", text)) for text in products]
             repeats = len(products) // (d // 16)  # twice where a guess failed
-            assert from_registers == ([True] * (held // 16) + [False] * ((d - held) // 16)) * repeats
+            assert from_registers == ([True] * (resident // 16) + [False] * ((d - resident) // 16)) * repeats
 
 
 def test_queries_are_held_where_registers_have_room_beside_the_tile() -> None:
-    def held(mask: str = "causal", d: int = 192, dv: int | None = None, **how: Any) -> int:
+    def resident(mask: str = "causal", d: int = 192, dv: int | None = None, **how: Any) -> int:
         tiling = plan(how.pop("score", "plain"), mask, d, dv, **how).tiling
         assert isinstance(tiling, HopperTiling)
-        return tiling.held
+        return tiling.resident
 
-    short = [held(mask, 128, length=length, heads=32) for mask in ("causal", "full") for length in (512, 1024)]
+    short = [resident(mask, 128, length=length, heads=32) for mask in ("causal", "full") for length in (512, 1024)]
     assert short == [0, 128] * 2
-    assert [held(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192] * 4
-    assert held("full", dv=128, schedule=Schedule(persistent=False)) == 0, "in blocks that leave"
-    assert [held(score=score) for score in ("softcap", "bias")] == [0, 0]
+    assert [resident(mask, dv=128) for mask in ("causal", "window", "document", "full")] == [192] * 4
+    assert resident("full", dv=128, schedule=Schedule(persistent=False)) == 0, "in blocks that leave"
+    assert [resident(score=score) for score in ("softcap", "bias")] == [0, 0]
     assert (
-        held() == 128 and held(layout=PACKED) == held(d=256) == 0 and held(schedule=Schedule(batch_invariant=True)) == 0
+        resident() == 128
+        and resident(layout=PACKED) == resident(d=256) == 0
+        and resident(schedule=Schedule(batch_invariant=True)) == 0
     )
-    assert {held(mask, d) for mask in ("causal", "full") for d in (64, 96)} == {0}
-    assert held("full", schedule=Schedule(persistent=False)) == held("full", layout=PACKED) == 0
+    assert {resident(mask, d) for mask in ("causal", "full") for d in (64, 96)} == {0}
+    assert resident("full", schedule=Schedule(persistent=False)) == resident("full", layout=PACKED) == 0
 
 
 def test_plain_blocks_that_hold_queries_stay_and_draw_their_tiles() -> None:
     for tiling in (cut(192, 8192), cut(128, 16384), cut(192, 8192, causal())):
-        assert tiling.held == 128 and tiling.scheduler.draws
+        assert tiling.resident == 128 and tiling.scheduler.draws
     assert [cut(192, 8192, persistent=stays).tile_n for stays in (None, False)] == [80, 112]
 
 
@@ -415,12 +417,15 @@ def test_behind_a_score_mod_that_is_a_line_a_maximum_is_guessed_too() -> None:
 
 def test_maxima_lag_by_sums_but_for_few_keys_and_where_a_row_knows_no_others() -> None:
     """Rows that guess take every tile's own maximum where they look for one."""
-    assert {cut(d, 8192, mask).lag for d in (64, 128) for mask in (None, causal())} == {NO_LAG}
-    assert {cut(128, 2048, causal()).lag, cut(64, 2048, causal(), batch_invariant=False).lag} == {BY_SUMS, NO_LAG}
-    assert {cut(d, 2048).lag for d in (192, 256)} == {BY_SUMS_WIDE}  # more to rescale
-    assert cut(512, 2048).lag == BY_SUMS_WIDEST
-    assert {cut(64, 512, causal()).lag, cut(128, 1024, causal()).lag} == {ALONE}
-    assert {cut(d, 8192, batch_invariant=True).lag for d in (64, 128, 256, 512)} == {ALONE}
+    assert {cut(d, 8192, mask).threshold for d in (64, 128) for mask in (None, causal())} == {ALWAYS_RESCALE}
+    assert {cut(128, 2048, causal()).threshold, cut(64, 2048, causal(), batch_invariant=False).threshold} == {
+        BY_SUMS,
+        ALWAYS_RESCALE,
+    }
+    assert {cut(d, 2048).threshold for d in (192, 256)} == {BY_SUMS_WIDE}  # more to rescale
+    assert cut(512, 2048).threshold == BY_SUMS_WIDEST
+    assert {cut(64, 512, causal()).threshold, cut(128, 1024, causal()).threshold} == {ALONE}
+    assert {cut(d, 8192, batch_invariant=True).threshold for d in (64, 128, 256, 512)} == {ALONE}
 
 
 @pytest.mark.parametrize(("d", "length"), [(128, 2048), (192, 8192), (256, 8192)])

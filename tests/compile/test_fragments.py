@@ -25,9 +25,9 @@ from composattn.mods.score import Score
 from composattn.primitives.diagonals import Diagonals
 from composattn.primitives.emit import Evaluator, Leaves, Mods
 from composattn.primitives.emit_captured import CapturedSums
-from composattn.primitives.lag import Lag
 from composattn.primitives.lane_diagonals import LaneDiagonals
 from composattn.primitives.online_softmax import OnlineSoftmax
+from composattn.primitives.rescale_threshold import RescaleThreshold
 from composattn.primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 
 # of one warp; one row per lane is how a tensor core with a memory of its own hands out its accumulator
@@ -72,11 +72,11 @@ def test_lanes_share_the_tile_out(shape: FragmentShape) -> None:
 class Softmax:
     """A warp's rows along `TILES` tiles: scores to probabilities in place, the rows' sums, logarithms and factors.
 
-    Where a maximum's lag is by sums, they are noted behind each tile, as what they will be.
+    Where a maximum's lag is by sums, they are read behind each tile, as what they will be.
     """
 
-    def __init__(self, shape: FragmentShape, in_parts: bool, lag: Lag) -> None:
-        self.shape, self.in_parts, self.lag = shape, in_parts, lag
+    def __init__(self, shape: FragmentShape, in_parts: bool, threshold: RescaleThreshold) -> None:
+        self.shape, self.in_parts, self.threshold = shape, in_parts, threshold
 
     @cute.jit
     def __call__(self, scores: cute.Tensor, normalizer: cute.Tensor, lse: cute.Tensor, factors: cute.Tensor, stream):
@@ -85,7 +85,7 @@ class Softmax:
     @cute.kernel
     def kernel(self, scores, normalizer, lse, factors):
         shape, lane = self.shape, cute.arch.lane_idx()
-        softmax = OnlineSoftmax(shape, Float32(1.5), keeps_highest=True, lag=self.lag)
+        softmax = OnlineSoftmax(shape, Float32(1.5), keeps_highest=True, threshold=self.threshold)
         softmax.reset()
         rescale = cute.make_rmem_tensor(shape.rows, Float32)
         rescale.fill(1.0)
@@ -95,7 +95,7 @@ class Softmax:
                 self.step(softmax, tile, rescale, n == 0)
             else:
                 softmax.step(tile, rescale, n == 0)
-            if const_expr(self.lag.share is not None):
+            if const_expr(self.threshold.share is not None):
                 softmax.note_sums(Float32(1.0))
             for r, row in enumerate(shape.row_offsets):
                 factors[n, shape.lane_row(lane) + row] = rescale[r]
@@ -131,17 +131,19 @@ def softmax_of(scores: torch.Tensor, softmax: Softmax) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("lag", [Lag(2.0), Lag(4.0, share=1 / 8)], ids=["lag", "lag by sums"])
+@pytest.mark.parametrize(
+    "threshold", [RescaleThreshold(2.0), RescaleThreshold(4.0, share=1 / 8)], ids=["threshold", "threshold by sums"]
+)
 @pytest.mark.parametrize("in_parts", [False, True], ids=["step", "in parts"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_statistics_of_rows_are_those_of_fp64(
-    shape: FragmentShape, in_parts: bool, lag: Lag, generator: torch.Generator
+    shape: FragmentShape, in_parts: bool, threshold: RescaleThreshold, generator: torch.Generator
 ) -> None:
     rows, columns = shape.warp_rows, shape.warp_columns
     scores = 3 * torch.randn(TILES, rows, columns, generator=generator)
     scores[1, 3], scores[:, 5] = 40.0, -torch.inf  # a maximum that rises at once; a row with nothing visible
     scores[0, 7] = -torch.inf
-    given, normalizer, lse, factors = softmax_of(scores, Softmax(shape, in_parts, lag))
+    given, normalizer, lse, factors = softmax_of(scores, Softmax(shape, in_parts, threshold))
 
     natural = 1.5 * math.log(2.0) * scores.double()
     wanted = torch.logsumexp(natural.transpose(0, 1).flatten(1), 1)
@@ -156,20 +158,20 @@ def test_statistics_of_rows_are_those_of_fp64(
 
 def test_a_maximum_lags_where_the_probability_above_it_is_a_small_share_of_the_sum(generator: torch.Generator) -> None:
     """An eighth at most, and no more than 2^4: a row of one large score, of some, and of a warp's all columns alike."""
-    shape, lag = next(iter(SHAPES.values())), Lag(4.0, share=1 / 8)
+    shape, threshold = next(iter(SHAPES.values())), RescaleThreshold(4.0, share=1 / 8)
     scores = torch.full((TILES, shape.warp_rows, shape.warp_columns), -60.0)
     scores[0, :, 0] = 0.0
     scores[0, 1, :12] = 0.0  # a sum of 12
     scores[0, 2] = 0.0
     rise = torch.tensor([0.1, 0.5, 1.0])[:, None]
     scores[1, :3, 1:2] = rise / 1.5  # in log2 units, by the scale
-    _, _, _, factors = softmax_of(scores, Softmax(shape, False, lag))
+    _, _, _, factors = softmax_of(scores, Softmax(shape, False, threshold))
     sums = torch.tensor([1.0, 12.0, float(shape.warp_columns)])
     stays = 2 ** rise[:, 0] <= (sums / 8).clamp(max=2**4)
     assert stays.tolist() == [False, True, True]
     torch.testing.assert_close(factors[1, :3], torch.where(stays, 1.0, 2 ** -rise[:, 0]))
     scores[1, :3, 1:2] = torch.tensor([5.0, 0.7, 4.5])[:, None] / 1.5
-    far = softmax_of(scores, Softmax(shape, False, lag))[3][1, :3]
+    far = softmax_of(scores, Softmax(shape, False, threshold))[3][1, :3]
     torch.testing.assert_close(far, 2 ** -torch.tensor([5.0, 0.7, 4.5]))
 
 

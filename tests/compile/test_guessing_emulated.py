@@ -24,7 +24,7 @@ from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
-from composattn.primitives.lag import NO_LAG
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE
 from composattn.testing.tolerance import Case, check
 
 # In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
@@ -41,7 +41,7 @@ def guessing(problem: Problem, program: Program, **changes: Any) -> ForwardPlan:
     """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
     cut = forward_tiling(long, program, HOPPER)
-    cut = dataclasses.replace(cut, kernel=GUESSING, tile_n=32, **{"lag": NO_LAG} | changes)
+    cut = dataclasses.replace(cut, kernel=GUESSING, tile_n=32, **{"threshold": ALWAYS_RESCALE} | changes)
     return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
 
 
@@ -169,8 +169,8 @@ def test_a_largest_probability_that_is_rounded_costs_no_accuracy(generator: torc
     "changes",
     [
         pytest.param({}, id="guesses"),
-        pytest.param({"kernel": "forward", "lag": BY_SUMS}, id="lag by sums"),
-        pytest.param({"kernel": "forward", "lag": BY_SUMS_WIDE}, id="lag by sums, noted at doublings"),
+        pytest.param({"kernel": "forward", "threshold": BY_SUMS}, id="threshold by sums"),
+        pytest.param({"kernel": "forward", "threshold": BY_SUMS_WIDE}, id="threshold by sums, noted at doublings"),
     ],
 )
 def test_outliers_cost_hardly_more_than_with_the_maximum_of_each_tile(changes: dict[str, Any]) -> None:
@@ -231,4 +231,4 @@ def test_no_maximum_lags_where_others_are_guessed() -> None:
     """A guess below the largest score so far would fail."""
     problem = Problem(1, 1, 1, KEYS, KEYS, 64, 64, torch.bfloat16, torch.device("cpu"))
     with pytest.raises(ValueError, match="none may lag"):
-        guessing(problem, Program(), lag=BY_SUMS)
+        guessing(problem, Program(), threshold=BY_SUMS)

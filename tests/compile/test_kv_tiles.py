@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import WHOLE, Part, TileSequence, around, counted_from, listed, visit
+from composattn.primitives.kv_tiles import WHOLE, KvPart, TileSequence, around, counted_from, listed, visit
 from composattn.primitives.q_tiles import ListedQueryRun, QueryRun
 
 
@@ -19,9 +19,9 @@ def visited(sequence: TileSequence) -> list[tuple[int, bool]]:
     """(tile, tested) in the order of the kernel."""
     tiles = [(sequence.first, True)] if sequence.count else []
     for run in sequence.runs:
-        for segment in run.segments():
-            assert segment.count >= 0
-            tiles += [(segment.tile(i), segment.tested) for i in range(segment.count)]
+        for tile_range in run.tile_ranges():
+            assert tile_range.count >= 0
+            tiles += [(tile_range.tile(i), tile_range.tested) for i in range(tile_range.count)]
         assert [run.tile(i) for i in range(run.count)] == [tile for tile, _ in tiles[len(tiles) - run.count :]]
     assert [
         (tile, sequence.tested(i, tile)) for i, tile in enumerate(map(sequence.tile, range(sequence.count)))
@@ -35,9 +35,9 @@ def in_rounds(sequence: TileSequence) -> list[tuple[int, bool]]:
     """Tiles in the order of kernels that alternate between tested and free tiles, each with whether it is tested."""
     tested, free = sequence.rounds()
     assert len(tested) == len(free)
-    every = [segments[n] for n in range(len(tested)) for segments in (tested, free)]
-    assert all(segment.tested == (i % 2 == 0) for i, segment in enumerate(every))
-    return [(segment.tile(i), segment.tested) for segment in every for i in range(segment.count)]
+    every = [tile_ranges[n] for n in range(len(tested)) for tile_ranges in (tested, free)]
+    assert all(tile_range.tested == (i % 2 == 0) for i, tile_range in enumerate(every))
+    return [(tile_range.tile(i), tile_range.tested) for tile_range in every for i in range(tile_range.count)]
 
 
 def draw(rng: random.Random, kv_len: int) -> tuple[list[tuple[int, int, int, int]], tuple[IntervalShape, ...]]:
@@ -154,7 +154,7 @@ def test_parts_of_a_split_visit_together_what_the_whole_does() -> None:
         tile_n, kv_len, n = rng.choice((4, 8)), rng.randint(0, 60), rng.randint(1, 5)
         intervals, shapes = draw(rng, kv_len)
         whole = dict(visited(visit(intervals, shapes, kv_len, tile_n)))
-        parts = [visited(visit(intervals, shapes, kv_len, tile_n, Part(s, n))) for s in range(n)]
+        parts = [visited(visit(intervals, shapes, kv_len, tile_n, KvPart(s, n))) for s in range(n)]
         together = [tile for part in parts for tile, _ in part]
         assert sorted(together) == sorted(whole)
         for part in parts:  # the first tile of a part is tested, whatever the whole does with it
@@ -168,7 +168,7 @@ def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
     for _ in range(5_000):
         partial, full = rng.randint(0, 5), rng.randint(0, 5)
         row = rng.sample(range(50), partial + full + rng.randint(0, 3)) or [0]
-        splits = [WHOLE] if n == 1 else [Part(s, n) for s in range(n)]
+        splits = [WHOLE] if n == 1 else [KvPart(s, n) for s in range(n)]
         tiles = [visited(listed(row, partial, full, s)) for s in splits]
         together = [tile for part in tiles for tile, _ in part]
         assert sorted(together) == sorted(row[: partial + full])

@@ -13,7 +13,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused.rewrites import CallApart, prepared, residues
-from composattn.backends.fused.rewrites.residues import Group, groups
+from composattn.backends.fused.rewrites.residues import ResidueGroup, groups
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
@@ -121,7 +121,7 @@ def test_groups_have_every_position_once(q_len: int, kv_len: int) -> None:
     for length, of in ((q_len, "q_len"), (kv_len, "kv_len")):
         places = [r + 4 * i for g in found for r in range(g.first, g.first + g.residues) for i in range(getattr(g, of))]
         assert sorted(places) == list(range(length))
-    assert found == sorted(set(found)) and all(isinstance(g, Group) and g.residues > 0 for g in found)
+    assert found == sorted(set(found)) and all(isinstance(g, ResidueGroup) and g.residues > 0 for g in found)
 
 
 def test_most_of_what_is_visited_needs_no_test() -> None:

@@ -19,7 +19,7 @@ from composattn.backends.fused.compiling.inspect import machine_code
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.maxima import BY_SUMS
 from composattn.primitives.exponential_units import ExponentialUnits
-from composattn.primitives.lag import Lag
+from composattn.primitives.rescale_threshold import RescaleThreshold
 
 CASES = {case.name: case for case in long_cases("forward")}
 
@@ -68,11 +68,11 @@ def test_the_limit_of_a_call_counts_rounds_and_pairs() -> None:
 
 
 def test_a_variant_is_fields_of_a_tiling_with_what_makes_their_objects() -> None:
-    found = changes_of("tile_n=96 lag=(8.0, 0.0625) exponential=(1, 8)")
-    assert found == {"tile_n": 96, "lag": Lag(8.0, 1 / 16), "exponential": ExponentialUnits(1, 8)}
+    found = changes_of("tile_n=96 threshold=(8.0, 0.0625) exponential=(1, 8)")
+    assert found == {"tile_n": 96, "threshold": RescaleThreshold(8.0, 1 / 16), "exponential": ExponentialUnits(1, 8)}
 
 
 def test_a_decoding_case_is_planned_for_its_keys() -> None:
     case = next(case for case in EVERY if case.name == "decode B1 q1 kv131072 GQA 32/8 D128")
     plan = kernels.plan_of(case, case.pattern(case, torch.device("cpu")), HOPPER)
-    assert plan.is_split and plan.tiling.lag == BY_SUMS
+    assert plan.is_split and plan.tiling.threshold == BY_SUMS

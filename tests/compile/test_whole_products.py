@@ -30,10 +30,10 @@ class Product:
     """C (rows, columns) = A (rows, DEPTH) B, whose columns are contiguous where `right` is MN; half, then the rest."""
 
     def __init__(
-        self, dtype: Any, rows: int, columns: int, parts: int, written: Written, right: Any, held: bool
+        self, dtype: Any, rows: int, columns: int, parts: int, written: Written, right: Any, resident: bool
     ) -> None:
         self.dtype, self.rows, self.columns, self.parts = dtype, rows, columns, parts
-        self.written, self.right, self.held = written, right, held
+        self.written, self.right, self.resident = written, right, resident
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, stream):
@@ -57,13 +57,17 @@ class Product:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier()
         mma = product(
-            self.dtype, self.columns // self.parts, right=self.right, left_in_registers=self.held, written=self.written
+            self.dtype,
+            self.columns // self.parts,
+            right=self.right,
+            left_in_registers=self.resident,
+            written=self.written,
         )
         mine = mma.get_slice(0)
         right = permuted(sB, 1, 0) if const_expr(self.right is MN) else sB
         rB = mine.make_fragment_B(mine.partition_B(right))
         rA = mine.make_fragment_A(mine.partition_A(sA))
-        if const_expr(self.held):
+        if const_expr(self.resident):
             rA = cute.make_rmem_tensor(mine.partition_shape_A((self.rows, DEPTH)), self.dtype)
             get(mma, rA, sA, thread)
         sums = cute.make_rmem_tensor(mine.partition_shape_C((self.rows, self.columns)), Float32)
@@ -81,7 +85,7 @@ class Product:
 
 @pytest.mark.parametrize("written", ["by steps", "whole", "anew"])
 @pytest.mark.parametrize(
-    ("rows", "columns", "parts", "right", "held", "dtype"),
+    ("rows", "columns", "parts", "right", "resident", "dtype"),
     [
         pytest.param(64, 32, 1, K, False, BFloat16, id="both operands in shared memory"),
         pytest.param(128, 32, 1, K, False, Float16, id="two blocks of rows"),
@@ -95,7 +99,7 @@ def test_the_product_is_that_of_torch(
     columns: int,
     parts: int,
     right: Any,
-    held: bool,
+    resident: bool,
     dtype: Any,
     written: Written,
     generator: torch.Generator,
@@ -107,7 +111,7 @@ def test_the_product_is_that_of_torch(
     found = torch.full((rows, columns), torch.nan)
     fakes = [make_fake_tensor(dtype, t.shape, t.stride(), assumed_align=16) for t in (a, given)]
     fakes.append(make_fake_tensor(Float32, found.shape, found.stride(), assumed_align=16))
-    kernel = Captured(Product(dtype, rows, columns, parts, written, right, held), [*fakes, make_fake_stream()])
+    kernel = Captured(Product(dtype, rows, columns, parts, written, right, resident), [*fakes, make_fake_stream()])
     run(kernel.program, kernel.launch(a, given, found, dynamic_shared=64 << 10))
     torch.testing.assert_close(found.double(), a.double() @ b.double(), atol=1e-4, rtol=1e-5)
 

@@ -40,7 +40,7 @@ def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan
 
 
 @pytest.mark.parametrize(
-    ("d", "kernel", "held", "mods"),
+    ("d", "kernel", "resident", "mods"),
     [
         pytest.param(64, GUESSING, 0, {"mask_mod": causal()}, id="maxima guessed"),
         pytest.param(128, GUESSING, 128, {}, id="columns of q in registers", marks=pytest.mark.slow),
@@ -51,12 +51,12 @@ def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan
     ],
 )
 def test_outputs_have_the_same_bits(
-    d: int, kernel: str, held: int, mods: dict[str, Any], generator: torch.Generator
+    d: int, kernel: str, resident: int, mods: dict[str, Any], generator: torch.Generator
 ) -> None:
     q, k, v = (outlier_normal(1, 1, length, d, generator=generator, dtype=torch.bfloat16) for length in (141, 301, 301))
     program, problem = ca.Attention(**mods).program, Problem.of(q, k, v)
     read, plans = [c.tensor for c in program.captures], [forward(style, problem, program) for style in STYLES]
-    assert {(plan.tiling.kernel, plan.tiling.held) for plan in plans} == {(kernel, held)}
+    assert {(plan.tiling.kernel, plan.tiling.resident) for plan in plans} == {(kernel, resident)}
     with emulating(EAGER):
         found = [EmulatedForward(plan)(q, k, v, d**-0.5, read) for plan in plans]
     for out, lse, _ in found:

@@ -17,29 +17,39 @@ from benchmarks.candidates import backward_class_of_case
 from benchmarks.shapes import Part, drawn
 from benchmarks.sweep import of_forms
 from composattn.analysis.program import Program
-from composattn.backends.fused.planning.call_class import BANDS, BEYOND, Mask, Mods, Work
+from composattn.backends.fused.planning.call_class import BANDS, BEYOND, MaskKind, ModsKind, Rounds
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.patterns import matches
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_choice import backward_words
 from composattn.backends.hopper.backward_class import BackwardClass
-from composattn.backends.hopper.backward_table import BLOCKS, FORMS, TILES, Form, Row, form_of, rows_of, serves
+from composattn.backends.hopper.backward_table import (
+    BLOCKS,
+    FORMS,
+    TILES,
+    BackwardForm,
+    BackwardRule,
+    form_of,
+    rows_of,
+    serves,
+)
 from composattn.backends.hopper.evidence import Measured
 from composattn.call.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ROWS: list[Row[Any]] = [*TILES, *BLOCKS]
+ROWS: list[BackwardRule[Any]] = [*TILES, *BLOCKS]
 STEADY = 0.05  # times that spread by more are of calls that end before the host has issued the next
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 VALUES: dict[str, list[Any]] = {
     "order": ["any", "fixed"], "layout": ["dense", "packed", "mixed"], "d": list(WIDTHS), "dv": list(WIDTHS),
-    "sectors": [True, False], "mods": list(Mods), "mask": list(Mask), "work": list(Work), "seen": [*BANDS, BEYOND],
+    "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
+    "seen": [*BANDS, BEYOND],
     "length": [*BANDS, BEYOND], "fills": [True, False], "group": [1, 2, 4, 5, 6, 8], "ratio": [0, 1, 4, 8, 50],
     "pairs": [True, False],
 }  # fmt: skip
 
 
-def some_class(generator: random.Random, row: Row[Any] | None = None) -> BackwardClass | None:
+def some_class(generator: random.Random, row: BackwardRule[Any] | None = None) -> BackwardClass | None:
     """Any, of the values that a row names, as far as registers say; None where these are at odds."""
     wanted = {} if row is None else row.pattern
     fields = {
@@ -98,7 +108,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
     assert statistics.fmean(regrets) <= mean and max(regrets) <= worst
 
 
-def gains(row: Row[Any]) -> Iterator[float]:
+def gains(row: BackwardRule[Any]) -> Iterator[float]:
     """For the row's shapes with other forms timed: the time of the best of these over the row's own."""
     forms = {str(form): form for form in FORMS}
     for call, took in timed("fit"):
@@ -110,7 +120,7 @@ def gains(row: Row[Any]) -> Iterator[float]:
             yield min(others) / took[str(mine)]
 
 
-def _differs(form: Form, mine: Form, tile: bool) -> bool:
+def _differs(form: BackwardForm, mine: BackwardForm, tile: bool) -> bool:
     return form.tile != mine.tile if tile else form.tile == mine.tile and form.blocks != mine.blocks
 
 

@@ -14,7 +14,7 @@ from composattn.analysis.program import Program
 from composattn.backends.blackwell.backward_tiling import (
     BackwardRoles,
     BlackwellBackwardTiling,
-    PairBackwardTiling,
+    BlackwellPairBackwardTiling,
     QueryPairTiling,
     WidePairBackwardTiling,
 )
@@ -54,7 +54,7 @@ def test_every_head_dimension_has_a_tiling_that_fits(program: Program | None) ->
             tiling = made.tiling
             assert max(c.stop for c in tiling.columns.regions.values()) <= tiling.columns.allocated <= 512
             assert tiling.d >= d and tiling.dv >= dv
-            halved = tiling.sharing if isinstance(tiling, PairBackwardTiling) else 1
+            halved = tiling.sharing if isinstance(tiling, BlackwellPairBackwardTiling) else 1
             assert tiling.d == halved * sum(part.count for part in tiling.columns.dq_parts)
             assert tiling.d % tiling.dq_part == tiling.dq_at_once % tiling.dq_part == 0
             assert all(part.count % tiling.dq_part == 0 for part in tiling.columns.dq_parts)

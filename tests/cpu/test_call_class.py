@@ -16,9 +16,9 @@ from composattn.backends.fused.planning.call_class import (
     BEYOND,
     CallClass,
     Direction,
-    Mask,
-    Mods,
-    Work,
+    MaskKind,
+    ModsKind,
+    Rounds,
     class_of,
 )
 from composattn.backends.fused.tiles.target import HOPPER
@@ -28,20 +28,20 @@ from composattn.mods.dropout import Dropout
 
 IDS = torch.arange(512) // 100
 TABLE, SLOPES = torch.zeros(512, 512), torch.ones(8)
-MASKS: dict[Mask, Any] = {
-    Mask.NONE: None,
-    Mask.BOUNDS: lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
-    Mask.TESTED: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
-    Mask.OPAQUE: lambda b, h, q, kv: (q * kv) % 7 < 3,
-    Mask.RUNS: lambda b, h, q, kv: (kv < 4) | ((q >= kv) & (q - kv < 100)),
-    Mask.DOCUMENTS: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
+MASKS: dict[MaskKind, Any] = {
+    MaskKind.NONE: None,
+    MaskKind.BOUNDS: lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
+    MaskKind.TESTED: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
+    MaskKind.OPAQUE: lambda b, h, q, kv: (q * kv) % 7 < 3,
+    MaskKind.RUNS: lambda b, h, q, kv: (kv < 4) | ((q >= kv) & (q - kv < 100)),
+    MaskKind.DOCUMENTS: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
 }
-SCORES: dict[Mods, Any] = {
-    Mods.PLAIN: None,
-    Mods.LINE: lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv),
-    Mods.OF_SCORE: lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
-    Mods.OTHER: lambda s, b, h, q, kv: torch.where(q >= kv, s, -1e9),
-    Mods.PAIRS: lambda s, b, h, q, kv: s + TABLE[q, kv],
+SCORES: dict[ModsKind, Any] = {
+    ModsKind.PLAIN: None,
+    ModsKind.LINE: lambda s, b, h, q, kv: s - SLOPES[h] * (q - kv),
+    ModsKind.OF_SCORE: lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
+    ModsKind.OTHER: lambda s, b, h, q, kv: torch.where(q >= kv, s, -1e9),
+    ModsKind.PAIRS: lambda s, b, h, q, kv: s + TABLE[q, kv],
 }
 
 
@@ -54,35 +54,35 @@ def classed(
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_are_of_the_kind_that_decides_how_they_run(mask: Mask) -> None:
+def test_masks_are_of_the_kind_that_decides_how_they_run(mask: MaskKind) -> None:
     assert classed(mask=MASKS[mask]).mask is mask
 
 
 LONG_IDS = torch.arange(8192) // 1000
-OF_KEYS: dict[Mask, Any] = {
-    Mask.NONE: None,
-    Mask.ENDS: lambda b, h, q, kv: q >= kv,
-    Mask.BOUNDS: MASKS[Mask.BOUNDS],
-    Mask.TESTED: MASKS[Mask.TESTED],
-    Mask.OPAQUE: MASKS[Mask.OPAQUE],
-    Mask.READ: lambda b, h, q, kv: kv < LONG_IDS[b],
-    Mask.LISTED: lambda b, h, q, kv: TABLE[q % 512, kv % 512] > 0,
-    Mask.DOCUMENTS: lambda b, h, q, kv: (LONG_IDS[q] == LONG_IDS[kv]) & (q >= kv),
-    Mask.WHOLE: lambda b, h, q, kv: LONG_IDS[q] == LONG_IDS[kv],
+OF_KEYS: dict[MaskKind, Any] = {
+    MaskKind.NONE: None,
+    MaskKind.ENDS: lambda b, h, q, kv: q >= kv,
+    MaskKind.BOUNDS: MASKS[MaskKind.BOUNDS],
+    MaskKind.TESTED: MASKS[MaskKind.TESTED],
+    MaskKind.OPAQUE: MASKS[MaskKind.OPAQUE],
+    MaskKind.READ: lambda b, h, q, kv: kv < LONG_IDS[b],
+    MaskKind.LISTED: lambda b, h, q, kv: TABLE[q % 512, kv % 512] > 0,
+    MaskKind.DOCUMENTS: lambda b, h, q, kv: (LONG_IDS[q] == LONG_IDS[kv]) & (q >= kv),
+    MaskKind.WHOLE: lambda b, h, q, kv: LONG_IDS[q] == LONG_IDS[kv],
 }
 
 
 @pytest.mark.parametrize("mask", OF_KEYS)
-def test_masks_are_of_the_kind_that_decides_which_queries_see_a_key(mask: Mask) -> None:
+def test_masks_are_of_the_kind_that_decides_which_queries_see_a_key(mask: MaskKind) -> None:
     assert classed(mask=OF_KEYS[mask], direction="backward", q_len=8192, kv_len=8192).mask is mask
 
 
 def test_every_kind_of_mask_is_some_calls() -> None:
-    assert {*MASKS, *OF_KEYS} == set(Mask)
+    assert {*MASKS, *OF_KEYS} == set(MaskKind)
 
 
 @pytest.mark.parametrize("mods", SCORES, ids=str)
-def test_score_mods_are_of_the_kind_that_decides_how_they_run(mods: Mods) -> None:
+def test_score_mods_are_of_the_kind_that_decides_how_they_run(mods: ModsKind) -> None:
     assert classed(SCORES[mods]).mods is mods
 
 
@@ -91,18 +91,18 @@ def test_what_sums_gradients_and_dropout_are_kinds_of_their_own() -> None:
     bare = ca.Attention(score_mod=lambda s, b, h, q, kv: s + table[q, kv]).program
     problem = Problem(1, 32, 32, 512, 512, 64, 64, torch.bfloat16, torch.device("cpu"))
     learned = GradientProgram(bare, fused_reads(bare))
-    assert class_of(problem, learned, HOPPER, "backward", rows=128).mods is Mods.LEARNED
+    assert class_of(problem, learned, HOPPER, "backward", rows=128).mods is ModsKind.LEARNED
     kept = Dropout.with_seed(0.1, 5)
     assert kept is not None
     dropping = Program(bare.score, keep=kept.expr)
-    assert class_of(problem, dropping, HOPPER, "forward", rows=64).mods is Mods.DROPOUT
+    assert class_of(problem, dropping, HOPPER, "forward", rows=64).mods is ModsKind.DROPOUT
 
 
 def test_work_is_counted_in_tiles_of_each_sm() -> None:
     found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 24, 25, 67)]
-    two = Work.ROUND_AND_A_HALF, Work.ROUND_AND_A_HALF
-    assert found == [Work.AT_ONCE, *two, Work.FEW_ROUNDS, Work.ROUNDS]
-    assert classed(q_len=16, heads=4).work is Work.FEW_ROWS
+    two = Rounds.ROUND_AND_A_HALF, Rounds.ROUND_AND_A_HALF
+    assert found == [Rounds.AT_ONCE, *two, Rounds.FEW_ROUNDS, Rounds.ROUNDS]
+    assert classed(q_len=16, heads=4).work is Rounds.FEW_ROWS
 
 
 def test_keys_count_by_what_rows_see() -> None:
@@ -124,7 +124,7 @@ def test_layout_order_and_rows_that_are_no_whole_sectors_are_told() -> None:
 
 def test_equal_calls_have_equal_classes_and_a_class_can_be_read() -> None:
     assert classed() == classed() and hash(classed()) == hash(classed(q_len=511))
-    assert str(classed(mask=MASKS[Mask.BOUNDS])) == (
+    assert str(classed(mask=MASKS[MaskKind.BOUNDS])) == (
         "forward, any order, dense, D 64, no score mod, bounds on positions, up to four rounds, "
         "a row sees up to 256 of up to 512 keys"
     )

@@ -455,12 +455,12 @@ def test_what_cannot_be_meant_is_refused_by_name() -> None:
 
 
 def kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offset: float = 8.0, lag: float = 0.0, **given: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, offset: float = 8.0, threshold: float = 0.0, **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel for 8 bits computes: P rounded to e4m3 at 2^offset by a maximum that is `lag` behind, fp32 sums."""
+    """What a kernel for 8 bits computes: P as e4m3 at 2^offset by a maximum that is `threshold` behind, fp32 sums."""
     q_scale, k_scale, v_scale = (given[name].unsqueeze(-1).unsqueeze(-1) for name in ("q_scale", "k_scale", "v_scale"))
     scores = (q.double() @ k.double().mT) * q_scale * k_scale * q.shape[-1] ** -0.5
-    top = scores.amax(-1, keepdim=True) - lag * 0.6931471805599453
+    top = scores.amax(-1, keepdim=True) - threshold * 0.6931471805599453
     p = torch.exp(scores - top) * 2.0**offset
     total = p.sum(-1, keepdim=True)
     out = (p.clamp(max=448).to(E4M3).double() @ v.double()) * v_scale / total
@@ -478,13 +478,15 @@ def eight_bit_case(spread: float = 1.0, mean: float = 0.0) -> Case:
 def test_the_rule_takes_what_rounding_p_to_8_bits_costs(case: Case) -> None:
     check(kernel, case)
     check(ca.attention, case)
-    check(lambda *t, **how: kernel(*t, **how, offset=4.0, lag=4.0), case)  # 8 + 0 and 4 + 4 bits fit into e4m3's 8.8
+    check(
+        lambda *t, **how: kernel(*t, **how, offset=4.0, threshold=4.0), case
+    )  # 8 + 0 and 4 + 4 bits fit into e4m3's 8.8
 
 
 def test_the_rule_finds_what_is_lost_beyond_that() -> None:
     case = eight_bit_case()
     with pytest.raises(AssertionError, match="out is off"):  # P above 448 is cut, without a word
-        check(lambda *t, **how: kernel(*t, **how, lag=2.0), case)
+        check(lambda *t, **how: kernel(*t, **how, threshold=2.0), case)
     q_scale, k_scale, v_scale = case.scales
     other = dataclasses.replace(case, scales=(q_scale, k_scale * torch.tensor([1.0, 1.1]), v_scale))
     for scales_of_others in ((q_scale, other.scales[1], v_scale), (q_scale, k_scale, 1.05 * v_scale)):

@@ -23,17 +23,17 @@ from composattn.backends.fused.planning.call_class import (
     BEYOND,
     CallClass,
     LayoutKind,
-    Mask,
-    Mods,
+    MaskKind,
+    ModsKind,
     Order,
-    Work,
+    Rounds,
 )
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.patterns import Pattern
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.evidence import Measured
 from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
-from composattn.backends.hopper.forward_table import TABLE, Row, row_of, serves
+from composattn.backends.hopper.forward_table import TABLE, ForwardRule, row_of, serves
 from composattn.call.problem import Layout, Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -41,8 +41,9 @@ WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 
 
 DOMAINS: dict[str, tuple[Any, ...]] = {
-    "order": get_args(Order), "layout": get_args(LayoutKind), "sectors": (False, True), "mods": tuple(Mods),
-    "mask": tuple(Mask), "packs": (False, True), "work": tuple(Work), "fills": (False, True), "square": (False, True),
+    "order": get_args(Order), "layout": get_args(LayoutKind), "sectors": (False, True), "mods": tuple(ModsKind),
+    "mask": tuple(MaskKind), "packs": (False, True), "work": tuple(Rounds), "fills": (False, True),
+    "square": (False, True),
     "length": (*BANDS, BEYOND), "seen": (*BANDS, BEYOND), "widest": WIDTHS,
 }  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 
 @functools.cache
-def timed(part: Literal["fit", "held-out"] = "fit") -> dict[str, tuple[Row, dict[str, float]]]:
+def timed(part: Literal["fit", "held-out"] = "fit") -> dict[str, tuple[ForwardRule, dict[str, float]]]:
     """For each shape the row of the table that serves it, and what each form took, in ms."""
     took = of_forms(json.loads((RESULTS / "sweeps" / f"h200-forward-{part}.json").read_text())["rows"])
     cases = [case for case in drawn("forward", part) if case.name in took]

@@ -118,7 +118,7 @@ def test_a_replay_gives_every_kernel_what_tensors_hold_then(
 
 
 @pytest.mark.usefixtures("gpu_streams")
-def test_stretches_of_documents_are_told_anew_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_documents_are_told_anew_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     x, length = Inputs(1, 4608), 4608
     ids = -(torch.arange(length) // 1000)
     with without_kernels(Launched):

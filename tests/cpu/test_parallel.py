@@ -218,7 +218,7 @@ def test_activations_computed_again_divide_and_plan_nothing_again() -> None:
 def of_equal_tiles(tilings: Any) -> list[Any]:
     """Blocks that stay, or end with their tile, compute the same tiles, with more or less of V in registers."""
     forward, backward = tilings
-    return [forward, dataclasses.replace(backward, persistent=False, held=0)]
+    return [forward, dataclasses.replace(backward, persistent=False, resident=0)]
 
 
 @pytest.mark.parametrize("window", [1024, 4096, None])

@@ -45,7 +45,7 @@ def test_these_plans_are_of_every_kind_and_have_tilings_of_every_kind() -> None:
     plans = [plan for made in PLANS.values() for plan in made()]
     assert {type(plan) for plan in plans} == set(_kinds(Plan))
     assert {type(plan.tiling) for plan in plans if isinstance(plan, TiledPlan)} == set(_kinds(Tiling))
-    for rare in ("strips", "told", "cut", "has_stretches", "sinks"):
+    for rare in ("strips", "metadata", "cut", "has_segments", "sinks"):
         assert any(getattr(plan, rare, None) for plan in plans), rare
 
 
@@ -62,7 +62,7 @@ def test_what_was_told_apart_by_sentences_once_is_by_fields() -> None:
     tiling = plan.tiling
     tilings = [dataclasses.replace(tiling, scheduler=scheduler) for scheduler in Scheduler]
     keys = {dataclasses.replace(plan, tiling=other).key for other in tilings}
-    keys |= {dataclasses.replace(plan, has_stretches=True).key, dataclasses.replace(plan, strips=Strips(64, 3)).key}
+    keys |= {dataclasses.replace(plan, has_segments=True).key, dataclasses.replace(plan, strips=Strips(64, 3)).key}
     keys |= {dataclasses.replace(plan, strips=Strips(64, 3, beyond=True)).key}
     assert len(keys) == len(tilings) + 3
 

@@ -18,8 +18,8 @@ from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, softcap
-from composattn.primitives.equal_shares import EqualShares
-from composattn.primitives.shares import Shares
+from composattn.primitives.equal_stream_k import EqualStreamK
+from composattn.primitives.stream_k import StreamK
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class Divisor:
 
 def shares(tiles: int, keys: int, blocks: int) -> Any:
     rest = tiles % blocks + blocks
-    return Shares(tiles - rest, rest, Divisor(keys), Divisor(blocks), None, None)
+    return StreamK(tiles - rest, rest, Divisor(keys), Divisor(blocks), None, None)
 
 
 @given(blocks=st.integers(1, 12), tiles=st.integers(1, 60), keys=st.integers(1, 40))
@@ -106,7 +106,7 @@ def test_each_key_of_each_tile_is_in_one_equal_share_and_all_portions_are_found(
 ) -> None:
     every = tiles * keys
     blocks = min(most, every)
-    made = EqualShares(Divisor(keys), Divisor(blocks), Divisor(every), None, None)
+    made = EqualStreamK(Divisor(keys), Divisor(blocks), Divisor(every), None, None)
     seen: dict[int, list[int]] = {}
     left: dict[int, list[int]] = {}  # by tile: where its portions lie
     found: dict[int, list[int]] = {}  # where they are looked for

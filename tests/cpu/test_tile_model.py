@@ -17,7 +17,7 @@ from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
 from composattn.backends.blackwell.backward_tiling import CLOCKS, WIDE_ALONE, WIDE_PAIRED, WIDEST
 from composattn.backends.fused.compiling import disk_cache
-from composattn.backends.fused.compiling.inspect import Instruction, disassembled
+from composattn.backends.fused.compiling.inspect import SassInstruction, disassembled
 
 B200 = TARGETS["sm_100a"]
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_a_doubled_exponential_unit_halves_its_clocks_alone() -> None:
 # --- machine code -----------------------------------------------------------------------------------------------
 
 
-def code(text: str) -> tuple[Instruction, ...]:
+def code(text: str) -> tuple[SassInstruction, ...]:
     """Lines of machine code as nvdisasm prints them; `name:` is a label."""
     lines = []
     for n, line in enumerate(text.strip().splitlines()):

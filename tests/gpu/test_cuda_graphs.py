@@ -107,7 +107,7 @@ def test_a_replay_gives_what_tensors_hold_then(form: str) -> None:
             assert_close(found, wanted)
 
 
-def test_documents_that_are_told_apart_in_stretches() -> None:
+def test_documents_that_are_told_apart_in_segments() -> None:
     x, ids = Inputs(length=4608), torch.arange(4608, device="cuda") // 1000
     graph, found = captured(lambda: x.step(lambda *qkv: ca.attention(*qkv, mask_mod=causal() & document(ids))))
     ids.copy_(torch.arange(4608, device="cuda") // 700)

@@ -12,9 +12,9 @@ from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.unit_memory.dq_rows import DqRows
 from ..fused.kernels.unit_memory.key_rows import KeyRows
 from ..fused.planning.plan_backward import BackwardPlan
-from .backward_products import Products
+from .backward_products import BlackwellBackwardProducts
 from .backward_tiling import BlackwellBackwardTiling
-from .key_tile import Block, Layouts
+from .key_tile import BlackwellBackwardBlock, BlackwellLayouts
 from .tcgen05 import Lane, allocate, fragment_shape, free
 
 
@@ -26,10 +26,10 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
 
         Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
-    Edges: see `Block`. Timeline: see `Products`.
+    Edges: see `BlackwellBackwardBlock`. Timeline: see `BlackwellBackwardProducts`.
     """
 
-    products: Any = Products
+    products: Any = BlackwellBackwardProducts
     rows = KeyRows
     dq_rows = DqRows
     arithmetic = IN_PAIRS
@@ -41,10 +41,10 @@ class BlackwellBackward(Backward[BlackwellBackwardTiling]):
         self.stored_rows = plan.tiling.block_keys
 
     def layouts(self):
-        return Layouts.of(self.tiling)
+        return BlackwellLayouts.of(self.tiling)
 
     def block(self, layouts, counter):
-        return Block(self.tiling, self.dtype, self.plan.deterministic)
+        return BlackwellBackwardBlock(self.tiling, self.dtype, self.plan.deterministic)
 
     def group(self, block, lane, thread) -> KeyRows:
         """One of those that compute."""

@@ -8,21 +8,22 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ...primitives.block_pair import LEADER, PairCopies, PairWarps, meet, rank
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.tile_queue import TileQueue
 from ..fused.kernels.unit_memory.pair_rows import Moving, PairDqRows, PairRows
 from .backward import BlackwellBackward
 from .backward_products import Steps
-from .key_tile import Block
+from .key_tile import BlackwellBackwardBlock
 from .roles import WARPGROUP
 from .tcgen05 import PairCommits, after_wait, instruction
 from .tiling import ROWS
 
 
-class PairBlock(Block):
-    """Edges, beside those of `Block`, as the products of both blocks are issued by the leader, and wait there:
+class BlackwellPairBlock(BlackwellBackwardBlock):
+    """Edges, beside those of `BlackwellBackwardBlock`, as the products of both blocks are issued by the leader, and
+    wait there:
 
         q, do           loads to products       half of the rows of Q, of dO, in each block
         q_across        loads to products       all rows, half of the columns
@@ -82,7 +83,7 @@ class PairProducts(Steps):
     the scores were that P1 was made of.
     """
 
-    block: PairBlock
+    block: BlackwellPairBlock
 
     def begin(self, at: Slot) -> None:
         self.scores(at)
@@ -164,7 +165,7 @@ class BlackwellBackwardPair(BlackwellBackward):
     meet = staticmethod(meet)
 
     def block(self, layouts, counter):
-        return PairBlock(self.tiling, self.dtype, self.plan.deterministic)
+        return BlackwellPairBlock(self.tiling, self.dtype, self.plan.deterministic)
 
     def first_number(self):
         return cute.arch.block_idx()[0] // 2
@@ -213,7 +214,7 @@ class BlackwellBackwardPair(BlackwellBackward):
     @cute.jit
     def produce(self, call, block):
         first = Slot.first(1), block.statistics.first, Slot.first(1)
-        self.walk(call, block, lambda *work: self.produce_tile(block, *work), TileQueue.hear, first)
+        self.walk(call, block, lambda *work: self.produce_tile(block, *work), DynamicScheduler.hear, first)
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):

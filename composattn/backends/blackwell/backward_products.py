@@ -8,13 +8,13 @@ from ...primitives.pipelines import Slot
 from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Bundle
 from ..fused.kernels.unit_memory.key_products import KeyProducts
-from .key_tile import Block
+from .key_tile import BlackwellBackwardBlock
 from .tcgen05 import Operand, after_wait, instruction, multiply
 from .tensor_memory import GROUPS, Columns
 from .tiling import STEP
 
 
-class At(Bundle):
+class ProductSlots(Bundle):
     """Which Q and dO come next, and of which step the scores are."""
 
     parts = ("q", "do", "step")
@@ -22,8 +22,8 @@ class At(Bundle):
     def __init__(self, q: Slot, do: Slot, step: Slot) -> None:
         self.q, self.do, self.step = q, do, step
 
-    def next(self) -> "At":
-        return At(self.q.next(), self.do.next(), self.step.next())
+    def next(self) -> "ProductSlots":
+        return ProductSlots(self.q.next(), self.do.next(), self.step.next())
 
 
 class Steps(KeyProducts):
@@ -32,7 +32,7 @@ class Steps(KeyProducts):
     Descriptors of all of them, held along the walk over query tiles, spilled 30 of 64 registers.
     """
 
-    def __init__(self, kernel, block: Block, memory: Int32):
+    def __init__(self, kernel, block: BlackwellBackwardBlock, memory: Int32):
         super().__init__(kernel, block)
         self.memory, self.tiling = memory, kernel.tiling
         self.map = self.tiling.columns
@@ -71,7 +71,7 @@ class Steps(KeyProducts):
                 multiply(self.memory + target.first, a, b, words, accumulate if n == 0 else True, self.tiling.sharing)
 
 
-class Products(Steps):
+class BlackwellBackwardProducts(Steps):
     """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
 
         S0 [Q] | dP0 [dO] | dV0 [P0] | S1 [Q] | dK0 [dS0] | dQ0 | dP1 [dO, dQ0 read] | dV1 [P1] | S2 ...
@@ -80,21 +80,21 @@ class Products(Steps):
     been read, not dP1.
     """
 
-    def first_step(self) -> At:
-        return At(self.block.q_edge.first, self.block.do_edge.first, Slot.first(1))
+    def first_step(self) -> ProductSlots:
+        return ProductSlots(self.block.q_edge.first, self.block.do_edge.first, Slot.first(1))
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: ProductSlots) -> None:
         self.scores(at)
         self.gradients(at)
         self.add_dv(at)
 
-    def go_on(self, at: At, following: At) -> None:
+    def go_on(self, at: ProductSlots, following: ProductSlots) -> None:
         self.scores(following)
         self.end(at)
         self.gradients(following)
         self.add_dv(following)
 
-    def end(self, at: At) -> None:
+    def end(self, at: ProductSlots) -> None:
         """dK += dSᵀ Q, and dQ = dS K."""
         block = self.block
         block.scores_done.wait(at.step)
@@ -107,7 +107,7 @@ class Products(Steps):
         self.issue(self.map.dq, block.across["ds"], 0, block.across["k"], 0)
         block.dq.fill(at.step)
 
-    def scores(self, at: At) -> None:
+    def scores(self, at: ProductSlots) -> None:
         """S = Q Kᵀ, as `of_rows` has it."""
         block = self.block
         block.q_edge.wait(at.q)
@@ -115,7 +115,7 @@ class Products(Steps):
         self.of_rows(self.map.scores, "k", "q", at.q)
         block.scores.fill(at.step)
 
-    def gradients(self, at: At) -> None:
+    def gradients(self, at: ProductSlots) -> None:
         """dP = dO Vᵀ, with keys as lanes."""
         block = self.block
         block.do_edge.wait(at.do)
@@ -129,7 +129,7 @@ class Products(Steps):
         """The product of a tile of keys with one of queries, transposed: keys are lanes."""
         self.issue(target, self.block.operands[keys], 0, self.block.operands[queries], slot.index)
 
-    def add_dv(self, at: At) -> None:
+    def add_dv(self, at: ProductSlots) -> None:
         """dV += Pᵀ dO."""
         block = self.block
         block.probabilities.wait(at.step)

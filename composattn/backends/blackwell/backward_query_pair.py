@@ -9,18 +9,18 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ...primitives.block_pair import PairCopies, PairWarps, rank
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.emit_backward import BackwardMods
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Bundle
 from ..fused.kernels.unit_memory.query_pairs import AddedDqRows, QueryPairRows
 from ..fused.planning.plan_backward import BackwardPlan
 from .backward_pair import BlackwellBackwardPair
 from .backward_products import Steps
 from .backward_tiling import PIECE, QueryPairTiling
-from .key_tile import Block, Layouts
+from .key_tile import BlackwellBackwardBlock, BlackwellLayouts
 from .roles import WARPGROUP
 from .tcgen05 import Operand, PairCommits, after_wait, fragment_shape, instruction
 from .tensor_memory import Columns
@@ -31,8 +31,9 @@ PIECES = SUMMED // PIECE  # of a product
 OF_TILE = 4 * PIECES  # of a query tile: S, dP, dVᵀ and dKᵀ
 
 
-class QueryPairBlock(Block):
-    """Edges, beside those of `Block`, as the products of both blocks are issued by the leader, and wait there:
+class QueryPairBlock(BlackwellBackwardBlock):
+    """Edges, beside those of `BlackwellBackwardBlock`, as the products of both blocks are issued by the leader, and
+    wait there:
 
         pieces          loads to products       Q and dO of a query tile, a piece at a time in the order of the products
         statistics      loads to compute        LSE and D of a query tile
@@ -81,7 +82,7 @@ class QueryPairBlock(Block):
         ]
 
 
-class At(Bundle):
+class QueryPairSlots(Bundle):
     """Which piece is the first one of a query tile, and of which step its scores are."""
 
     parts = ("piece", "step")
@@ -89,8 +90,8 @@ class At(Bundle):
     def __init__(self, piece: Slot, step: Slot) -> None:
         self.piece, self.step = piece, step
 
-    def next(self) -> "At":
-        return At(self.piece.after(OF_TILE), self.step.next())
+    def next(self) -> "QueryPairSlots":
+        return QueryPairSlots(self.piece.after(OF_TILE), self.step.next())
 
 
 class QueryPairProducts(Steps):
@@ -104,18 +105,18 @@ class QueryPairProducts(Steps):
 
     block: QueryPairBlock
 
-    def first_step(self) -> At:
-        return At(self.block.pieces.first, Slot.first(1))
+    def first_step(self) -> QueryPairSlots:
+        return QueryPairSlots(self.block.pieces.first, Slot.first(1))
 
-    def begin(self, at: At) -> None:
+    def begin(self, at: QueryPairSlots) -> None:
         self.scores(at)
 
-    def go_on(self, at: At, following: At) -> None:
+    def go_on(self, at: QueryPairSlots, following: QueryPairSlots) -> None:
         self.end(at)
         self.block.dq.wait_empty(at.step.next().at(len(self.map.dq_parts) - 1))
         self.scores(following)
 
-    def end(self, at: At) -> None:
+    def end(self, at: QueryPairSlots) -> None:
         """All but the scores of a query tile."""
         block, parts = self.block, len(self.map.dq_parts)
         self.of_rows(self.map.gradients, "v", at.piece.after(PIECES))
@@ -130,7 +131,7 @@ class QueryPairProducts(Steps):
             self.part_of_dq(at, part)
             self.add_across(self.map.dk, "ds", piece.after(part * each), part * each, each)
 
-    def scores(self, at: At) -> None:
+    def scores(self, at: QueryPairSlots) -> None:
         """S = Q Kᵀ."""
         self.of_rows(self.map.scores, "k", at.piece)
         self.block.scores.fill(at.step)
@@ -206,7 +207,7 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
     def layouts(self):
         tiling = self.tiling
         result = [tile_layout(tiling.tile_n, width // 2) for width in (tiling.d, tiling.dv)]
-        return Layouts(tile_layout(*tiling.by_columns), tile_layout(*tiling.by_queries), *result)
+        return BlackwellLayouts(tile_layout(*tiling.by_columns), tile_layout(*tiling.by_queries), *result)
 
     def block(self, layouts, counter):
         return QueryPairBlock(self.tiling, self.dtype, self.plan.deterministic)
@@ -235,7 +236,7 @@ class BlackwellBackwardQueryPair(BlackwellBackwardPair):
     @cute.jit
     def produce(self, call, block):
         first = Slot.first(1), block.statistics.first, block.pieces.first
-        self.walk(call, block, lambda *work: self.produce_tile(block, *work), TileQueue.hear, first)
+        self.walk(call, block, lambda *work: self.produce_tile(block, *work), DynamicScheduler.hear, first)
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):

@@ -28,7 +28,7 @@ from .tiling import ROWS
 
 BARRIERS = 512  # bytes: mbarriers and single words
 # Clocks of the busiest unit for 128 queries and as many keys, by one block and by two, by D and Dv: FlashAttention-4,
-# table 3, and benchmarks/model/roofline.py. Of 128 and 192 by two that is the matrix unit, of all others shared memory.
+# table 3, and benchmarks/model/roofline.py. Of 128 and 192 by two that is the tensor core, of all others shared memory.
 CLOCKS = {(128, 128): (3328, 2688), (192, 128): (8576, 3456), (128, 192): (7296, 3072)}
 # likewise of wide rows by (D, Dv) on chip, by one block with transposed sums; and, whatever these are, by two blocks
 # with half of the queries each, whose unit that multiplies is as busy
@@ -187,7 +187,7 @@ class WideBackwardTiling(BlackwellBackwardTiling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairBackwardTiling(BlackwellBackwardTiling):
+class BlackwellPairBackwardTiling(BlackwellBackwardTiling):
     """Two blocks multiply together, each with half of the keys and of the second operands, and leave half of dQ each.
 
     Of Q and dO a block has half of the rows (`q`, `do`) and half of the columns (`q_across`, `do_across`), each in one
@@ -221,7 +221,7 @@ class PairBackwardTiling(BlackwellBackwardTiling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WidePairBackwardTiling(PairBackwardTiling):
+class WidePairBackwardTiling(BlackwellPairBackwardTiling):
     """Tiling of rows whose dK and dV leave few columns: a thread has two strips of queries, one of each block's.
 
     What doesn't fit beside each other comes after each other: Q of the next tile over dS, when dQ has read that, and dO
@@ -338,7 +338,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
 
 def _by_pairs(
     one: BlackwellBackwardTiling, program: Program, target: Target, deterministic: bool
-) -> PairBackwardTiling:
+) -> BlackwellPairBackwardTiling:
     """With what a block alone would have."""
     kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
     own: dict[str, object] = {
@@ -355,7 +355,7 @@ def _by_pairs(
             own["distances"] = distances_of(STRIP)
     elif deterministic and one.in_halves:
         own["roles"] = TAKING_TURNS
-    kind = WidePairBackwardTiling if wide else PairBackwardTiling
+    kind = WidePairBackwardTiling if wide else BlackwellPairBackwardTiling
     own["kernel"] = kind.kernel
     parts = (part for part in (32, 24, 16, 8) if one.d // 2 % part == 0)
     tilings = (kind(**{**kept, **own, "dq_part": part}) for part in parts)

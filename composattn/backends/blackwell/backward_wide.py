@@ -7,13 +7,13 @@ from ...primitives.pipelines import Slot
 from ..fused.kernels.unit_memory.query_lanes import QueryLanes
 from ..fused.planning.plan_backward import BackwardPlan
 from .backward import BlackwellBackward
-from .backward_products import At, Products
+from .backward_products import BlackwellBackwardProducts, ProductSlots
 from .backward_tiling import BlackwellBackwardTiling
 from .tcgen05 import Operand, after_wait, fragment_shape
 from .tensor_memory import Columns
 
 
-class WideProducts(Products):
+class WideProducts(BlackwellBackwardProducts):
     """Issued in this order for query tiles 0, 1, ..., where a product waits for what stands in brackets:
 
         S0 [Q] | dP0 [dO] | dV0 [P0] | dK0 [dS0] | dQ0a | S1 [Q] | dQ0b [dQ0a read] | dP1 [dO] | dV1 [P1] | dK1 ...
@@ -22,14 +22,14 @@ class WideProducts(Products):
     last to read. Where dQ comes at once there is no dQ0b.
     """
 
-    def go_on(self, at: At, following: At) -> None:
+    def go_on(self, at: ProductSlots, following: ProductSlots) -> None:
         self.add_dk(at)
         self.scores(following)
         self.rest_of_dq(at)
         self.gradients(following)
         self.add_dv(following)
 
-    def end(self, at: At) -> None:
+    def end(self, at: ProductSlots) -> None:
         self.add_dk(at)
         self.rest_of_dq(at)
 
@@ -37,7 +37,7 @@ class WideProducts(Products):
         """Queries are lanes. The place of scores was read before dS was there."""
         self.issue(target, self.block.operands[queries], slot.index, self.block.operands[keys], 0)
 
-    def add_dv(self, at: At) -> None:
+    def add_dv(self, at: ProductSlots) -> None:
         """dVᵀ += dOᵀ P."""
         block = self.block
         block.probabilities.wait(at.step)
@@ -46,7 +46,7 @@ class WideProducts(Products):
         block.do_edge.release(at.do, None)
         block.room.fill(at.step)
 
-    def add_dk(self, at: At) -> None:
+    def add_dk(self, at: ProductSlots) -> None:
         """dKᵀ += Qᵀ dS, and the first part of dQ."""
         block = self.block
         block.scores_done.wait(at.step)
@@ -57,14 +57,14 @@ class WideProducts(Products):
         block.dq.wait_empty(at.step.at(len(self.map.dq_parts) - 1))
         self.part_of_dq(at, 0)
 
-    def rest_of_dq(self, at: At) -> None:
+    def rest_of_dq(self, at: ProductSlots) -> None:
         """Its other parts, each when the one before has been read; then nobody reads dS any more."""
         for n in range(1, len(self.map.dq_parts)):
             self.block.dq.wait_empty(at.step.next().at(n - 1))
             self.part_of_dq(at, n)
         self.block.room.release(at.step, None)
 
-    def part_of_dq(self, at: At, number: int) -> None:
+    def part_of_dq(self, at: ProductSlots, number: int) -> None:
         """dQ = dS K, some columns."""
         block, part = self.block, self.map.dq_parts[number]
         after_wait()

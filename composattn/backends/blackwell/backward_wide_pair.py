@@ -5,16 +5,17 @@ import cutlass.cute as cute
 from cutlass import const_expr
 
 from ...primitives.block_pair import PairWarps
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.pipelines import BoundEdge, Edge, Slot
-from ...primitives.tile_queue import TileQueue
-from ..fused.kernels.unit_memory.pair_rows import StripRows
-from .backward_pair import BlackwellBackwardPair, PairBlock, PairProducts
+from ..fused.kernels.unit_memory.pair_rows import StripPairRows
+from .backward_pair import BlackwellBackwardPair, BlackwellPairBlock, PairProducts
 from .roles import WARPGROUP
 from .tcgen05 import after_wait
 
 
-class WidePairBlock(PairBlock):
-    """Edges, beside those of `PairBlock`, as products come where scores and dP were, and copies where others were:
+class WidePairBlock(BlackwellPairBlock):
+    """Edges, beside those of `BlackwellPairBlock`, as products come where scores and dP were, and copies where others
+    were:
 
         scores_read     compute to products     Sᵀ has been read
         gradients_read  compute to products     the first strips of dPᵀ have
@@ -111,7 +112,7 @@ class BlackwellBackwardWidePair(BlackwellBackwardPair):
     """`BlackwellBackwardPair` of wide rows. Timeline: `WidePairProducts`; columns: `WidePairBackwardTensorMemory`."""
 
     products = WidePairProducts
-    rows = StripRows
+    rows = StripPairRows
     moved = "q", "do"
 
     def block(self, layouts, counter):
@@ -120,7 +121,7 @@ class BlackwellBackwardWidePair(BlackwellBackwardPair):
     @cute.jit
     def produce_across(self, call, block):
         """Second operands: each waits for another product than the first ones."""
-        self.walk(call, block, lambda *work: self.copy_across(block, *work), TileQueue.hear, Slot.first(1))
+        self.walk(call, block, lambda *work: self.copy_across(block, *work), DynamicScheduler.hear, Slot.first(1))
 
     @cute.jit
     def copy_across(self, block, call, work, slot):

@@ -13,7 +13,7 @@ from .tcgen05 import Commits, Operand
 from .tiling import ROWS, BlackwellTiling
 
 
-class Block(Fixed):
+class BlackwellForwardBlock(Fixed):
     """Edges, from whom to whom, and what a stage of each says; a place is where a query tile's scores are:
 
         q         loads to products         Q of a query tile is there; the stores say that its room is free

@@ -12,14 +12,14 @@ from ...primitives.kv_tiles import TileSequence
 from ...primitives.pipelines import start_edges
 from ...primitives.values import choose
 from ..fused.kernels.forward import Forward, prefetch
-from ..fused.kernels.forward_call import Call, Work
+from ..fused.kernels.forward_call import ForwardCall, ForwardWork
 from ..fused.kernels.unit_memory.correction import Correction
 from ..fused.kernels.unit_memory.multiply import Multiply
 from ..fused.kernels.unit_memory.softmax_rows import Softmax
-from ..fused.kernels.unit_memory.tile_copies import Load, Store
+from ..fused.kernels.unit_memory.tile_copies import Store, TileLoad
 from ..fused.planning.plan import ForwardPlan
-from .block import Block
-from .products import Products
+from .block import BlackwellForwardBlock
+from .products import BlackwellForwardProducts
 from .take_over import ask_until_none_is_left
 from .tcgen05 import Lane, allocate, fragment_shape, free
 from .tiling import ROWS, BlackwellTiling
@@ -29,7 +29,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
     """Roles: a softmax warpgroup for each query tile of 128 rows, one that corrects O, a warp each for products, loads
     and stores.
 
-    Edges: see `Block`. Timeline of the products for kv tiles 0, 1, ... of query tiles A and B:
+    Edges: see `BlackwellForwardBlock`. Timeline of the products for kv tiles 0, 1, ... of query tiles A and B:
 
         A K0ᵀ, B K0ᵀ | Pa V0, A K1ᵀ | Pb V0, B K1ᵀ | Pa V1, A K2ᵀ | ...
 
@@ -55,14 +55,14 @@ class BlackwellForward(Forward[BlackwellTiling]):
     def first_column(self, block) -> Int32:
         return block.tensor_memory()
 
-    def products(self, block, memory, tile) -> Products:
-        return Products(block, memory, tile)
+    def products(self, block, memory, tile) -> BlackwellForwardProducts:
+        return BlackwellForwardProducts(block, memory, tile)
 
     @cute.jit
     def roles(self, call):
         roles, columns = self.tiling.roles, self.tiling.tensor_memory.allocated
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        block = Block(self.tiling, self.dtype)
+        block = BlackwellForwardBlock(self.tiling, self.dtype)
         prefetch(call, warp == roles.load)
         if warp == roles.matrix:
             allocate(block.columns, columns)
@@ -78,7 +78,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
             if warp == roles.matrix:
                 Multiply(self, call, block).run()
             elif warp == roles.load:
-                Load(self, call, block).run()
+                TileLoad(self, call, block).run()
             elif warp == roles.store:
                 Store(self, call, block).run()
             elif const_expr(self.tiling.takes_over):
@@ -89,7 +89,7 @@ class BlackwellForward(Forward[BlackwellTiling]):
 
     # --- which kv tiles, asked alike by all roles --------------------------------------------------------------
 
-    def tiles_of_all(self, call: Call, work: Work) -> Shared:
+    def tiles_of_all(self, call: ForwardCall, work: ForwardWork) -> Shared:
         """The kv tiles that the query tiles of a work tile go over together, and each one's own."""
         if not self.apart:
             return Shared(self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.part))
@@ -97,13 +97,13 @@ class BlackwellForward(Forward[BlackwellTiling]):
         leaves = [self.leaves_of(call, work, t) for t in count]
         return Shared(self.visited.of_all(leaves), [self.visited.of(each, work.m) for each in leaves])
 
-    def tiles_of(self, call: Call, work: Work, t) -> TileSequence:
+    def tiles_of(self, call: ForwardCall, work: ForwardWork, t) -> TileSequence:
         """The kv tiles of query tile `t`."""
         if not self.apart:
             return self.tiles_of_all(call, work).all
         return self.visited.of(self.leaves_of(call, work, t), work.m)
 
-    def leaves_of(self, call: Call, work: Work, t) -> Leaves:
+    def leaves_of(self, call: ForwardCall, work: ForwardWork, t) -> Leaves:
         """For the bands of query tile `t`; one that begins beyond the last query sees no keys."""
         m = work.m * self.tiling.query_tiles + t
         leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.tile_queries)

@@ -15,7 +15,7 @@ from .roles import WARPGROUP
 from .tcgen05 import Commits, Operand
 
 
-class Layouts(NamedTuple):
+class BlackwellLayouts(NamedTuple):
     """Layouts of tiles in shared memory: (rows, columns), then stages; tiles that stay have none."""
 
     q: Any
@@ -33,11 +33,11 @@ class Layouts(NamedTuple):
         return self.v
 
     @staticmethod
-    def of(tiling: BlackwellBackwardTiling) -> "Layouts":
-        return Layouts(*(tile_layout(*tiling.tiles[name]) for name in ("q", "do", "k", "v")))
+    def of(tiling: BlackwellBackwardTiling) -> "BlackwellLayouts":
+        return BlackwellLayouts(*(tile_layout(*tiling.tiles[name]) for name in ("q", "do", "k", "v")))
 
 
-class Block(Fixed):
+class BlackwellBackwardBlock(Fixed):
     """Edges, from whom to whom, and what a stage of each says:
 
         kv              loads to products       K and V of the tile of keys, never refilled

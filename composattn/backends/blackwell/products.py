@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32
 from ...primitives.pipelines import Slot
 from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Fixed
-from .block import Block
+from .block import BlackwellForwardBlock
 from .tcgen05 import after_wait, instruction, multiply
 from .tiling import STEP
 
@@ -16,10 +16,10 @@ from .tiling import STEP
 HELD = 8
 
 
-class Products(Fixed):
+class BlackwellForwardProducts(Fixed):
     """S = Q Kᵀ and O += P V of one query tile, by one warp."""
 
-    def __init__(self, block: Block, memory: Int32, tile: int):
+    def __init__(self, block: BlackwellForwardBlock, memory: Int32, tile: int):
         self.tiling, self.block, self.memory, self.tile = block.tiling, block, memory, tile
         self.q, self.k, self.v = block.q_operands[tile], block.k_operand, block.v_operand
         self.output = memory + self.tiling.tensor_memory.outputs[tile].first

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 WARPGROUP = 4  # warps; each has 32 of the 128 lanes of tensor memory
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # of an SM
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """`tiles` warpgroups have the rows of a query tile each, the next one corrects outputs, the last one's warps are
-    the matrix unit's, the loads' and the stores'.
+    the tensor core's, the loads' and the stores'.
 
     Registers are those of a thread; a warpgroup has one number.
     """

@@ -9,7 +9,7 @@ from ..fused.kernels.around.backward_gather import RowGather
 from ..fused.kernels.around.postprocess import COLUMNS, RowPostprocess
 from ..fused.kernels.rounding import LineSums, RowSums, Sums
 from ..fused.planning.plan_backward import PostprocessPlan
-from .backward_tiling import BlackwellBackwardTiling, PairBackwardTiling, QueryPairTiling, WideBackwardTiling
+from .backward_tiling import BlackwellBackwardTiling, BlackwellPairBackwardTiling, QueryPairTiling, WideBackwardTiling
 from .tiling import ROWS
 
 ROWS_OF_BLOCK = ROWS // 2  # of a pair
@@ -22,7 +22,7 @@ class BlackwellPostprocess(RowPostprocess[BlackwellBackwardTiling]):
 
     def __init__(self, plan: PostprocessPlan[BlackwellBackwardTiling]):
         super().__init__(plan)
-        self.folded = isinstance(plan.tiling, PairBackwardTiling)
+        self.folded = isinstance(plan.tiling, BlackwellPairBackwardTiling)
         if isinstance(plan.tiling, QueryPairTiling):
             self.parts = plan.tiling.sharing
 

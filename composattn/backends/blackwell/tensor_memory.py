@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from functools import cached_property
 
-COLUMNS = 512  # of `LANES` of 32 bits, that a multiprocessor has
+COLUMNS = 512  # of `LANES` of 32 bits, that an SM has
 LANES = 128
 GROUPS = 2  # of warps that compute P and dS of a tile in the backward
 

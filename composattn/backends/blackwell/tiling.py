@@ -71,7 +71,7 @@ class BlackwellTiling(RowForwardTiling):
             "roles": f"{self.roles}; {self.k_stages} stages of K, {self.v_stages} of V",
             "next tile": "that of a block not started yet" if self.takes_over else "",
             "columns": str(self.tensor_memory),
-            "overlap": f"P in {first} and {self.tile_n - first} keys, rescale {self.lag}"
+            "overlap": f"P in {first} and {self.tile_n - first} keys, rescale {self.threshold}"
             + (", maximum from the load of scores" if self.maximum_by_load else ""),
         }
 

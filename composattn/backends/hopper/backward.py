@@ -22,7 +22,7 @@ from ..fused.kernels.registers.dq_sender import DqSender
 from ..fused.planning.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
-from .key_tile import Block, KeyWarpgroup, Layouts, queries_first
+from .key_tile import HopperBackwardBlock, HopperLayouts, KeyWarpgroup, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, get, issue, issue_in_parts, product, put, store_matrix
 
 
@@ -53,10 +53,10 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         self.stored_rows = ROWS if plan.tiling.persistent else plan.tiling.tile_n
 
     def layouts(self):
-        return Layouts.of(self.tiling)
+        return HopperLayouts.of(self.tiling)
 
     def block(self, layouts, counter):
-        return Block(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
+        return HopperBackwardBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
 
     @cute.jit
     def share_roles(self, call, block, warp):
@@ -81,7 +81,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 
     @cute.jit
     def consume(self, call, block):
-        self.consume_as(call, block, Consumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
+        self.consume_as(call, block, KeyConsumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
 
     @cute.jit
     def consume_as(self, call, block, me):
@@ -92,20 +92,20 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         me.drain_stores()
 
 
-class Consumer(KeyWarpgroup):
+class KeyConsumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
-    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: HopperBackwardBlock, thread):
         super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
         dtype = block.dtype
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
         self.tVrdV = cute.make_rmem_tensor(self.mma_dv.get_slice(0).partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(self.mma_dk.get_slice(0).partition_shape_C((ROWS, tiling.d)), Float32)
-        held = product(dtype, tiling.tile_m, left_in_registers=True).get_slice(0)
-        self.held_k, self.held_v = [
-            held.make_fragment_A(held.partition_shape_A((ROWS, columns))) if columns else None
-            for columns in (tiling.held_k, tiling.held_v)
+        resident = product(dtype, tiling.tile_m, left_in_registers=True).get_slice(0)
+        self.resident_k, self.resident_v = [
+            resident.make_fragment_A(resident.partition_shape_A((ROWS, columns))) if columns else None
+            for columns in (tiling.resident_k, tiling.resident_v)
         ]
         self.lay_operands(tiling.tile_m)
         self.dq = DqPart(tiling, block, self.number)
@@ -124,7 +124,7 @@ class Consumer(KeyWarpgroup):
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.number, 0)
         sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
-        self.mma_held = product(block.dtype, rows, left_in_registers=True, written=tiling.written)
+        self.mma_resident = product(block.dtype, rows, left_in_registers=True, written=tiling.written)
         self.sK, self.sV = sK, sV
         self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
         self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(sQ)), s.make_fragment_B(s.partition_B(sdO))
@@ -141,14 +141,14 @@ class Consumer(KeyWarpgroup):
 
     def wait_for_keys(self, kv_slot) -> None:
         super().wait_for_keys(kv_slot)
-        for held, shared in ((self.held_k, self.sK), (self.held_v, self.sV)):
-            if held is not None:
-                get(self.mma_held, held, shared, self.thread)
+        for resident, shared in ((self.resident_k, self.sK), (self.resident_v, self.sV)):
+            if resident is not None:
+                get(self.mma_resident, resident, shared, self.thread)
 
-    def issue_scores(self, accumulator, held, a, b) -> None:
-        """The product of keys, some columns of which are `held` in registers, and of queries."""
-        steps, every = 0 if held is None else cute.size(held, mode=[2]), cute.size(a, mode=[2])
-        parts = (self.mma_held, held, range(steps)), (self.mma_s, a, range(steps, every))
+    def issue_scores(self, accumulator, resident, a, b) -> None:
+        """The product of keys, some columns of which are `resident` in registers, and of queries."""
+        steps, every = 0 if resident is None else cute.size(resident, mode=[2]), cute.size(a, mode=[2])
+        parts = (self.mma_resident, resident, range(steps)), (self.mma_s, a, range(steps, every))
         issue_in_parts(accumulator, [part for part in parts if part[2]], b)
 
     def begin(self, work: KeyTile) -> None:
@@ -159,11 +159,11 @@ class Consumer(KeyWarpgroup):
     def begin_head(self, mods, head, leaves) -> None:
         super().begin_head(mods, head, leaves)
         self.own = None
-        if self.tiling.passing and (mods.mods.bounds or leaves.told is not None):  # else lists say what is visited
+        if self.tiling.passing and (mods.mods.bounds or leaves.metadata is not None):  # else lists say what is visited
             first = leaves.first + self.number * self.apart
-            told = None if leaves.told is None else leaves.told.of_group(self.number)
+            metadata = None if leaves.metadata is None else leaves.metadata.of_group(self.number)
             last = cutlass.min(first + (self.apart - 1), leaves.last)
-            own = dataclasses.replace(leaves, first=first, last=last, told=told)
+            own = dataclasses.replace(leaves, first=first, last=last, metadata=metadata)
             self.own = BandQueries(mods, self.tiling.tile_m).of(own, None, self.work.queries)
 
     def step(self, call, m, tested, *carried):
@@ -200,10 +200,10 @@ class Consumer(KeyWarpgroup):
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        self.issue_scores(tSrS, self.held_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index])
+        self.issue_scores(tSrS, self.resident_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index])
         lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.tiling.lse_ahead)
         block.do_edge.wait(do_slot)
-        self.issue_scores(tSrdP, self.held_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index])
+        self.issue_scores(tSrdP, self.resident_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index])
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)

@@ -8,11 +8,11 @@ from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.register_chunks import add_part
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyGroup
-from ..fused.kernels.registers.groups import Group
+from ..fused.kernels.registers.groups import ThreadGroup
 from .backward_tiling import HopperBackwardTiling
 from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
 from .dq import DqPart
-from .key_tile import Block
+from .key_tile import HopperBackwardBlock
 from .wgmma import WARPGROUP, issue, warps_of
 
 
@@ -73,8 +73,8 @@ class HopperBackwardApart(HopperBackwardWide):
         """What a further warp of the copying warpgroup does."""
 
 
-class ApartBlock(Block):
-    """Shared memory and edges as of `Block`, and those to and from the second side."""
+class ApartBlock(HopperBackwardBlock):
+    """Shared memory and edges as of `HopperBackwardBlock`, and those to and from the second side."""
 
     def more_edges(self):
         side = warps_of(1)
@@ -95,7 +95,7 @@ class ApartBlock(Block):
 
 
 class ApartSide(Side):
-    """A side that shares the registers of a multiprocessor with three other warpgroups."""
+    """A side that shares the registers of an SM with three other warpgroups."""
 
     def products_of(self, columns):
         """No instruction may take more registers than a thread starts with, which are 128."""
@@ -146,7 +146,7 @@ class ApartGradientSide(ApartSide, GradientSide):
         block.q_edge.release(q_slot, self.lane)
 
 
-class DqGroup(Group, KeyGroup):
+class DqGroup(ThreadGroup, KeyGroup):
     """dQ of a query tile, one part of its columns after the other through the same registers.
 
     Two parts at a time leave the sides 8 registers less, and spill beside them.

@@ -12,7 +12,7 @@ from ..fused.tiles.coverage import all_are_seen, differ
 from ..fused.tiles.target import Target
 from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
-from .backward_table import Form, form_of, rows_of
+from .backward_table import BackwardForm, form_of, rows_of
 from .backward_tiling import HopperBackwardTiling
 
 
@@ -29,7 +29,7 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
     return f"{call}\n    tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
 
 
-def tiling_of_form(form: Form, facts: Facts) -> HopperBackwardTiling:
+def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
     """A call's tiling by one of the forms."""
     if form.tile.kind == "keys apart":
         tiling = keys_apart(facts, form)
@@ -43,7 +43,7 @@ def _in_order(tiling: HopperBackwardTiling, problem: Problem, program: Program, 
 
     Short tiles of keys come first then, and are soon at other heads of their group than long ones: with 13 key/value
     heads a section (32 on 8, 2k) L2 found little and a call took 1.46 times as long as in any order, with one 1.14.
-    The last section fills the multiprocessors, or its longest tiles end alone: 1.05. Few tiles are cut in its place.
+    The last section fills the SMs, or its longest tiles end alone: 1.05. Few tiles are cut in its place.
     """
     first, backwards = tiling.dq_in_bulk and all_are_seen(tiling, problem, program), differ(problem, program)
     tiling = dataclasses.replace(

@@ -7,7 +7,7 @@ import dataclasses
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import CallClass, Mask, class_of
+from ..fused.planning.call_class import CallClass, MaskKind, class_of
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import (
     has_costly_test,
@@ -67,7 +67,7 @@ def asks(call: CallClass, program: Program) -> bool:
 
     Documents: 8 spills with D 64, with D 128 one product after the other.
     """
-    return call.order == "fixed" and reads_any(program.mask) and call.mask not in (Mask.DOCUMENTS, Mask.WHOLE)
+    return call.order == "fixed" and reads_any(program.mask) and call.mask not in (MaskKind.DOCUMENTS, MaskKind.WHOLE)
 
 
 def is_plain(call: CallClass, program: Program) -> bool:
@@ -83,7 +83,7 @@ def _largest(call: CallClass, problem: Problem, program: Program) -> int:
         return 2 * 64 if _may_exchange(call, problem, program) else 64
     if call.widest <= 64:
         return 64 if reads(program) or asks(call, program) else 128
-    return 80 if call.d == 128 and (call.mask is Mask.WHOLE or is_plain(call, program)) else 64
+    return 80 if call.d == 128 and (call.mask is MaskKind.WHOLE or is_plain(call, program)) else 64
 
 
 def _may_exchange(call: CallClass, problem: Problem, program: Program) -> bool:

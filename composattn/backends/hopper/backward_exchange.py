@@ -6,15 +6,15 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.kv_source import partition
 from ...primitives.pipelines import Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.tile_queue import TileQueue
 from ...primitives.values import choose, narrow, permuted
 from .backward_apart import ApartBlock, ApartGradientSide, ApartProbabilitySide, ApartSide, DqGroup, HopperBackwardApart
 from .backward_tiling import ExchangeBackwardTiling
 from .dq import DqPart, dq_columns
-from .key_tile import Layouts, queries_first
+from .key_tile import HopperLayouts, queries_first
 from .wgmma import WARPGROUP, issue, warps_of
 
 
@@ -39,7 +39,7 @@ class HopperBackwardExchange(HopperBackwardApart):
         self.groups = first, ExchangeGradientSide, ExchangeDqGroup
 
     def layouts(self):
-        return Layouts.of(self.own)
+        return HopperLayouts.of(self.own)
 
     def block(self, layouts, counter):
         return ExchangeBlock(self.plan.tiling, layouts, self.dtype, self.plan.deterministic, counter)
@@ -83,7 +83,7 @@ class HopperBackwardExchange(HopperBackwardApart):
     def help_producer(self, call, block, warp):
         if warp == 2:
             slot = block.ds_there.first
-            self.walk(call, block, lambda *work: self.send_gradients(block, *work), TileQueue.hear, slot)
+            self.walk(call, block, lambda *work: self.send_gradients(block, *work), DynamicScheduler.hear, slot)
 
     @cute.jit
     def send_gradients(self, block, call, work, slot):

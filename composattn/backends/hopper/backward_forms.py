@@ -10,13 +10,13 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.multiples import is_of_score
 from ..fused.planning.backward_heads import TOGETHER, bytes_together, heads_of
-from ..fused.planning.call_class import Mask
+from ..fused.planning.call_class import MaskKind
 from ..fused.tiles.order import queries_of_a_key
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import bounds_queries, has_costly_test, is_line, sums_by
 from .backward_class import KEYS, BackwardClass, asks, is_plain, reads
-from .backward_table import Form
-from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, PairBackwardTiling
+from .backward_table import BackwardForm
+from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 
@@ -43,13 +43,13 @@ class Facts:
     @property
     def listed(self) -> bool:
         """Whether lists say what a tile of keys visits, by tensors."""
-        return self.call.mask is Mask.LISTED
+        return self.call.mask is MaskKind.LISTED
 
 
 # --- 64 keys a warpgroup ------------------------------------------------------------------------------------------
 
 
-def keys_apart(facts: Facts, form: Form) -> HopperBackwardTiling:
+def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
     """dK and dV of 64 keys are in a warpgroup's registers, (d + dv) / 2 a thread; Sᵀ and dPᵀ take tile_m / 2 each, dQ
     tile_m * d / 256. Taller tiles read K and V less often a score, and leave no registers for what is read beside it.
     """
@@ -78,7 +78,7 @@ def keys_apart(facts: Facts, form: Form) -> HopperBackwardTiling:
     return _holding(facts, _staying(facts, form, tiling))
 
 
-def _leaves(facts: Facts, form: Form, passing: bool) -> Literal["at once", "later", "in bulk"]:
+def _leaves(facts: Facts, form: BackwardForm, passing: bool) -> Literal["at once", "later", "in bulk"]:
     """How dQ does.
 
     In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
@@ -92,7 +92,7 @@ def _leaves(facts: Facts, form: Form, passing: bool) -> Literal["at once", "late
     return "at once" if facts.listed and form.tile.queries == 128 else "later"
 
 
-def _early(facts: Facts, form: Form) -> Literal["nothing", "LSE", "P"]:
+def _early(facts: Facts, form: BackwardForm) -> Literal["nothing", "LSE", "P"]:
     """LSE: 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3.
 
     P m'(s) beside P: not with 128 queries (593 spills), nor for what mods read; with D 128 beside no ids of documents
@@ -107,7 +107,7 @@ def _early(facts: Facts, form: Form) -> Literal["nothing", "LSE", "P"]:
     return "nothing" if scarce else "P"
 
 
-def _staying(facts: Facts, form: Form, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+def _staying(facts: Facts, form: BackwardForm, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
     """With blocks that stay, where there is room for it; dK and dV must fit where dQ leaves in bulk.
 
     In a fixed order waits of these kernels sleep in the loop, so they look first. The loop over tiles of keys takes
@@ -143,7 +143,7 @@ def _holding(facts: Facts, tiling: HopperBackwardTiling) -> HopperBackwardTiling
     spare = tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - others
     # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
     most = tiling.dv + tiling.d * low
-    return dataclasses.replace(tiling, held=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
+    return dataclasses.replace(tiling, resident=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
 
 
 # --- two warpgroups with the same keys ------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ def exchange(facts: Facts) -> ExchangeBackwardTiling:
     return _cleared(facts, tiling, facts.call.d == 192 or facts.program.mask is None)
 
 
-def halves(facts: Facts) -> PairBackwardTiling:
+def halves(facts: Facts) -> HopperPairBackwardTiling:
     """A block has half of all columns: as for a head dimension of half the size, but for scores that are exchanged."""
     d, dv = (-(-n // 64) * 64 for n in (facts.problem.head_dim, facts.problem.head_dim_v))
     one = _of_shared_keys(facts, d, dv)
-    return _with_room(facts, PairBackwardTiling, one, {"kernel": PairBackwardTiling.kernel})
+    return _with_room(facts, HopperPairBackwardTiling, one, {"kernel": HopperPairBackwardTiling.kernel})
 
 
 def _of_shared_keys(facts: Facts, d: int, dv: int) -> HopperBackwardTiling:

@@ -7,10 +7,10 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.block_pair import LEADER, OtherWarps, PairSums, meet, rank
 from ...primitives.pipelines import Edge
-from ..fused.kernels.backward import Operands
-from .backward_tiling import PairBackwardTiling
+from ..fused.kernels.backward import BackwardOperands
+from .backward_tiling import HopperPairBackwardTiling
 from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
-from .key_tile import Block
+from .key_tile import HopperBackwardBlock
 from .wgmma import WARPGROUP
 
 
@@ -27,11 +27,11 @@ class HopperBackwardPair(HopperBackwardWide):
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.pair: PairBackwardTiling = plan.tiling
+        self.pair: HopperPairBackwardTiling = plan.tiling
         self.tiling = self.pair.of_block
 
     def block(self, layouts, counter):
-        return PairBlock(self.pair, layouts, self.dtype, self.plan.deterministic, counter)
+        return HopperPairBlock(self.pair, layouts, self.dtype, self.plan.deterministic, counter)
 
     def first_number(self):
         return cute.arch.block_idx()[0] // 2
@@ -43,12 +43,12 @@ class HopperBackwardPair(HopperBackwardWide):
     def of_block(self, tensors):
         """Its half of the columns of all but the statistics."""
         d, dv = self.tiling.d, self.tiling.dv
-        widths = Operands(d, dv, d, dv, 0, d, dv, ())
+        widths = BackwardOperands(d, dv, d, dv, 0, d, dv, ())
 
         def half(tensor, width):
             return cute.domain_offset((0, rank() * width, *(0,) * (cute.rank(tensor) - 2)), tensor)
 
-        return Operands(*(half(t, w) if w else t for t, w in zip(tensors, widths, strict=True)))
+        return BackwardOperands(*(half(t, w) if w else t for t, w in zip(tensors, widths, strict=True)))
 
     @cute.jit
     def share_roles(self, call, block, warp):
@@ -57,10 +57,10 @@ class HopperBackwardPair(HopperBackwardWide):
         meet()  # neither leaves while the other may reach into its memory
 
 
-class PairBlock(Block):
-    """Edges, beside those of `Block`: a warpgroup's part of the scores from the other block, for each warpgroup."""
+class HopperPairBlock(HopperBackwardBlock):
+    """Edges beside those of `HopperBackwardBlock`: for each warpgroup, its part of the scores from the other block."""
 
-    def __init__(self, tiling: PairBackwardTiling, layouts, dtype, deterministic, counter):
+    def __init__(self, tiling: HopperPairBackwardTiling, layouts, dtype, deterministic, counter):
         super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
         size, parts = tiling.exchanged, tiling.warpgroups
         room = SmemAllocator().allocate_array(Float32, parts * size, byte_alignment=128)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Container
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from ..fused.planning.call_class import BEYOND, Mask, Mods, Work
+from ..fused.planning.call_class import BEYOND, MaskKind, ModsKind, Rounds
 from ..fused.tiles.patterns import Pattern, Span, matches
 from .backward_class import BackwardClass
 from .evidence import Evidence, Measured, NotMeasured
@@ -45,7 +45,7 @@ class Tile:
 Blocks = Literal["a block a tile", "blocks stay", "a block a tile, clears"]  # dQ, beside its first query tiles
 
 
-class Form(NamedTuple):
+class BackwardForm(NamedTuple):
     """How a call is cut."""
 
     tile: Tile
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(Generic[T]):
+class BackwardRule(Generic[T]):
     """Calls of all classes that are in the pattern, and in no row before."""
 
     says: T
@@ -83,11 +83,11 @@ TO_1K, TO_2K, TO_4K = Span(0, 576), Span(0, 1152), Span(0, 2304)
 FROM_3K, FROM_4K = Span(1600, BEYOND), Span(2304, BEYOND)
 ANY, FIXED, DENSE, PACKED = ("any",), ("fixed",), ("dense",), ("packed",)
 YES, NO = (True,), (False,)
-PLAIN: Container[Any] = (Mods.PLAIN,)
-CLAIMED: Pattern = {"largest": (80,), "square": YES, "mask": (Mask.ENDS,), "order": ANY, "seen": Span(768, 1600)}
-FEW_TILES: Pattern = {"order": ANY, "work": (Work.AT_ONCE,)}
-NARROW_WINDOW: Pattern = {"order": ANY, "mask": (Mask.BOUNDS,), "seen": Span(0, 256)}
-TORN: Pattern = {"mods": PLAIN, "mask": (Mask.READ, Mask.DOCUMENTS), "largest": (64,)}
+PLAIN: Container[Any] = (ModsKind.PLAIN,)
+CLAIMED: Pattern = {"largest": (80,), "square": YES, "mask": (MaskKind.ENDS,), "order": ANY, "seen": Span(768, 1600)}
+FEW_TILES: Pattern = {"order": ANY, "work": (Rounds.AT_ONCE,)}
+NARROW_WINDOW: Pattern = {"order": ANY, "mask": (MaskKind.BOUNDS,), "seen": Span(0, 256)}
+TORN: Pattern = {"mods": PLAIN, "mask": (MaskKind.READ, MaskKind.DOCUMENTS), "largest": (64,)}
 LONG: Pattern = {
     "mods": PLAIN,
     "order": ANY,
@@ -95,19 +95,19 @@ LONG: Pattern = {
     "group": Span(0, 5),
     "length": Span(16384, BEYOND),
 }
-BOUNDED = Mask.NONE, Mask.ENDS, Mask.BOUNDS
-UNREAD = Mask.ENDS, Mask.BOUNDS, Mask.TESTED
-DOCUMENTS = Mask.DOCUMENTS, Mask.WHOLE
-UNSCORED: Pattern = {"mods": (Mods.PLAIN, Mods.DROPOUT)}
-CURVES: Container[Any] = (Mods.OF_SCORE, Mods.OTHER, Mods.LEARNED)
+BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS
+UNREAD = MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.TESTED
+DOCUMENTS = MaskKind.DOCUMENTS, MaskKind.WHOLE
+UNSCORED: Pattern = {"mods": (ModsKind.PLAIN, ModsKind.DROPOUT)}
+CURVES: Container[Any] = (ModsKind.OF_SCORE, ModsKind.OTHER, ModsKind.LEARNED)
 
 
-def tile(says: Tile, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row[Tile]:
-    return Row(says, evidence, {"widest": widest, **pattern})
+def tile(says: Tile, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> BackwardRule[Tile]:
+    return BackwardRule(says, evidence, {"widest": widest, **pattern})
 
 
-def blocks(says: Blocks, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row[Blocks]:
-    return Row(says, evidence, {"widest": widest, **pattern})
+def blocks(says: Blocks, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> BackwardRule[Blocks]:
+    return BackwardRule(says, evidence, {"widest": widest, **pattern})
 
 
 # single timings of one H200: benchmarks/findings.md
@@ -131,75 +131,75 @@ LEAVES_FIXED = NotMeasured("single timings: blocks that stay lose 1 to 16 %")
 AS_EVER = NotMeasured("as it was")
 
 # fmt: off
-TILES: tuple[Row[Tile], ...] = (
+TILES: tuple[BackwardRule[Tile], ...] = (
     tile(HALVES, THE_ONLY_ONE, WIDEST),
     # D above 128
     tile(SHARED, NO_REGISTERS, WIDE, largest=(64,)),
     tile(EXCHANGE, fitted(2, 1.273), WIDE, square=NO),
     tile(EXCHANGE, fitted(8, 1.218), TO_256),
-    tile(EXCHANGE, fitted(1, 1.232), WIDE, mask=(Mask.NONE,)),
+    tile(EXCHANGE, fitted(1, 1.232), WIDE, mask=(MaskKind.NONE,)),
     tile(EXCHANGE, fitted(5, 1.084), WIDE, group=Span(1, BEYOND)),
     tile(SHARED, fitted(2, 1.121), WIDE, seen=TO_1K),
     tile(EXCHANGE, AS_EVER, WIDE),
     # D up to 64
-    tile(QUERIES_64, fitted(1, 1.033), TO_64, mods=(Mods.LINE,)),
+    tile(QUERIES_64, fitted(1, 1.033), TO_64, mods=(ModsKind.LINE,)),
     tile(QUERIES_64, fitted(5, 1.185), TO_64, fills=NO),
     tile(QUERIES_128, fitted(30, 1.093), TO_64, largest=(128,)),
     # D 128
-    tile(SENDS_80, OF_WHOLE, NARROW, largest=(80,), mask=(Mask.WHOLE,)),
-    tile(SENDS_80, fitted(8, 1.066), NARROW, largest=(80,), mask=(Mask.NONE,)),
+    tile(SENDS_80, OF_WHOLE, NARROW, largest=(80,), mask=(MaskKind.WHOLE,)),
+    tile(SENDS_80, fitted(8, 1.066), NARROW, largest=(80,), mask=(MaskKind.NONE,)),
     tile(CLAIMS, fitted(4, 1.035), NARROW, **CLAIMED),
-    tile(SENDS_80, fitted(1, 1.036), NARROW, largest=(80,), mask=(Mask.ENDS,), seen=FROM_3K),
-    tile(SENDS_80, OF_80, NARROW, largest=(80,), mask=(Mask.ENDS,), order=FIXED),
+    tile(SENDS_80, fitted(1, 1.036), NARROW, largest=(80,), mask=(MaskKind.ENDS,), seen=FROM_3K),
+    tile(SENDS_80, OF_80, NARROW, largest=(80,), mask=(MaskKind.ENDS,), order=FIXED),
     tile(SENDS_80, AS_EVER, NARROW, largest=(80,), seen=FROM_4K),
     tile(SENDS_80, OF_80, NARROW, largest=(80,), order=FIXED, layout=PACKED, seen=Span(1152, BEYOND)),
     tile(IN_BULK, OF_PAIRS, Span(64, 128), pairs=YES),
-    tile(PASSES, fitted(2, 1.019), TO_128, **UNSCORED, d=(128,), mask=(Mask.READ, *DOCUMENTS)),
+    tile(PASSES, fitted(2, 1.019), TO_128, **UNSCORED, d=(128,), mask=(MaskKind.READ, *DOCUMENTS)),
     tile(PASSES, fitted(5, 1.013), TO_128, **UNSCORED, d=(128,), seen=TO_2K, mask=UNREAD),
     # D 96
-    tile(PASSES, OF_HALVES, TO_96, **UNSCORED, d=(96,), mask=(Mask.DOCUMENTS,)),
+    tile(PASSES, OF_HALVES, TO_96, **UNSCORED, d=(96,), mask=(MaskKind.DOCUMENTS,)),
     tile(PASSES, OF_HALVES, Span(64, 128), **UNSCORED, d=(96,), layout=PACKED, order=ANY, seen=TO_2K,
-         mask=(Mask.BOUNDS, Mask.READ, Mask.TESTED)),
+         mask=(MaskKind.BOUNDS, MaskKind.READ, MaskKind.TESTED)),
     tile(QUERIES_64, AS_EVER, NARROW),
 )
 
-BLOCKS: tuple[Row[Blocks], ...] = (
+BLOCKS: tuple[BackwardRule[Blocks], ...] = (
     blocks(LEAVE, THE_ONLY_ONE, Span(128, BEYOND)),
     # dQ in any order
-    blocks(LEAVE, OF_LISTS, NARROW, order=ANY, mask=(Mask.LISTED,)),
+    blocks(LEAVE, OF_LISTS, NARROW, order=ANY, mask=(MaskKind.LISTED,)),
     blocks(STAY, OF_CLAIMS, NARROW, **CLAIMED),
     blocks(LEAVE, fitted(4, 1.045), Span(64, 128), **FEW_TILES, group=Span(5, BEYOND), length=Span(0, 1600)),
     blocks(LEAVE, fitted(2, 1.014), TO_128, **TORN, order=ANY, d=(128,), group=(4, 5)),
     blocks(LEAVE, fitted(2, 1.016), TO_64, **NARROW_WINDOW, length=Span(1152, BEYOND)),
     blocks(LEAVE, fitted(2, 1.146), NARROW, order=ANY, ratio=Span(7, BEYOND), length=Span(1600, BEYOND)),
     blocks(LEAVE, OF_CURVES, TO_64, order=ANY, largest=(128,), fills=YES, mods=CURVES),
-    blocks(CLEAR, OF_LONG, Span(32, 64), **LONG, mask=(Mask.NONE,)),
-    blocks(CLEAR, OF_LONG, TO_128, **LONG, mask=(Mask.NONE, Mask.ENDS)),
+    blocks(CLEAR, OF_LONG, Span(32, 64), **LONG, mask=(MaskKind.NONE,)),
+    blocks(CLEAR, OF_LONG, TO_128, **LONG, mask=(MaskKind.NONE, MaskKind.ENDS)),
     blocks(STAY, fitted(52, 1.031), NARROW, order=ANY),
     # in a fixed order
-    blocks(LEAVE, LEAVES_FIXED, TO_128, mask=(Mask.NONE, Mask.WHOLE)),
+    blocks(LEAVE, LEAVES_FIXED, TO_128, mask=(MaskKind.NONE, MaskKind.WHOLE)),
     blocks(STAY, STAYS_FIXED, NARROW, mask=DOCUMENTS),
     blocks(STAY, STAYS_FIXED, NARROW, mods=PLAIN, mask=BOUNDED, layout=PACKED, seen=TO_2K),
     blocks(STAY, AT_64_FIXED, TO_64, mods=PLAIN, mask=BOUNDED, seen=TO_4K),
     blocks(STAY, STAYS_FIXED, TO_96, mods=PLAIN, mask=BOUNDED),
-    blocks(STAY, AT_128_FIXED, TO_128, mods=(Mods.OF_SCORE,), mask=(Mask.ENDS,), group=(1,)),
+    blocks(STAY, AT_128_FIXED, TO_128, mods=(ModsKind.OF_SCORE,), mask=(MaskKind.ENDS,), group=(1,)),
     blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, pairs=YES),
-    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(Mask.TESTED, Mask.OPAQUE), layout=DENSE, group=(1,)),
-    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(Mask.BOUNDS,), layout=DENSE, group=(1,), seen=TO_4K),
+    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(MaskKind.TESTED, MaskKind.OPAQUE), layout=DENSE, group=(1,)),
+    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(MaskKind.BOUNDS,), layout=DENSE, group=(1,), seen=TO_4K),
     blocks(LEAVE, LEAVES_FIXED, NARROW),
 )
 # fmt: on
 
 
-def rows_of(call: BackwardClass) -> tuple[Row[Tile], Row[Blocks]]:
+def rows_of(call: BackwardClass) -> tuple[BackwardRule[Tile], BackwardRule[Blocks]]:
     """The first of each table that a call's class is in."""
     return _first(TILES, call), _first(BLOCKS, call)
 
 
-def form_of(call: BackwardClass) -> Form:
+def form_of(call: BackwardClass) -> BackwardForm:
     """What these rows say."""
     tile_row, blocks_row = rows_of(call)
-    return Form(tile_row.says, blocks_row.says)
+    return BackwardForm(tile_row.says, blocks_row.says)
 
 
 # what a call must be, that a tile can be its: none of the table's rules that only speed decides
@@ -213,16 +213,21 @@ SERVED: dict[Tile, Pattern] = {
     SENDS_80: {"widest": NARROW, "largest": (80,)},
     CLAIMS: {**_ANY_DQ, "largest": (80,), "square": YES},
     IN_BULK: {**_ANY_DQ, "widest": Span(64, 128), "pairs": YES},
-    PASSES: {**UNSCORED, "widest": Span(64, 128), "d": (96, 128), "mask": tuple(m for m in Mask if m is not Mask.NONE)},
+    PASSES: {
+        **UNSCORED,
+        "widest": Span(64, 128),
+        "d": (96, 128),
+        "mask": tuple(m for m in MaskKind if m is not MaskKind.NONE),
+    },
 }
-FORMS = tuple(Form(tile, blocks) for tile in SERVED for blocks in (STAY, LEAVE, CLEAR))
+FORMS = tuple(BackwardForm(tile, blocks) for tile in SERVED for blocks in (STAY, LEAVE, CLEAR))
 
 
-def serves(form: Form, call: BackwardClass) -> bool:
+def serves(form: BackwardForm, call: BackwardClass) -> bool:
     """Whether a form can cut calls of a class."""
     wide = form.tile in (HALVES, SHARED, EXCHANGE)
     return matches(call, SERVED[form.tile]) and (not wide or form.blocks == LEAVE)
 
 
-def _first(table: tuple[Row[T], ...], call: BackwardClass) -> Row[T]:
+def _first(table: tuple[BackwardRule[T], ...], call: BackwardClass) -> BackwardRule[T]:
     return next(row for row in table if matches(call, row.pattern))

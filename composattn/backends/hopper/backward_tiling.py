@@ -16,19 +16,16 @@ class HopperBackwardTiling(BackwardTiling):
     """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
-    does not fit.
-    `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so that no
-    warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp starting
-    them for each warpgroup, and where blocks stay dK and dV leave through the same place.
-    `passing`, where it leaves later: a warpgroup passes by query tiles that see none of its keys.
-    `tries_first`: see `Edge`.
-    `early`: what has registers while products run. "LSE": the first rows of LSE are read under their scores. "P":
-    where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is multiplied
-    by, and a tanh near 0 is a polynomial.
-    `held`: so many columns of a warpgroup's V, and behind them of K, wait in registers for all query tiles, so that the
-    matrix unit reads only the others from shared memory.
-    `distances`: numbers in shared memory of their own through which sums of gradients by distance pass.
-    `written`: how products are, see `fused/tiles/written.py`.
+    does not fit. `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so
+    that no warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp
+    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `passing`, where it
+    leaves later: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see `Edge`. `early`: what
+    has registers while products run. "LSE": the first rows of LSE are read under their scores. "P": where the
+    derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is multiplied by, and a
+    tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and behind them of K, wait in registers
+    for all query tiles, so that the tensor core reads only the others from shared memory. `distances`: numbers in
+    shared memory of their own through which sums of gradients by distance pass. `written`: how products are, see
+    `fused/tiles/written.py`.
     """
 
     warpgroups: ClassVar[int] = 2
@@ -40,7 +37,7 @@ class HopperBackwardTiling(BackwardTiling):
     passing: bool = False
     tries_first: bool = False
     early: Literal["nothing", "LSE", "P"] = "P"
-    held: int = 0
+    resident: int = 0
     distances: int = 0
     written: Written = "by steps"  # `backward_pair` loses 4 % by whole ones
 
@@ -72,14 +69,14 @@ class HopperBackwardTiling(BackwardTiling):
         return "rows" if self.tile_m == ROWS * self.warpgroups else "columns"
 
     @property
-    def held_v(self) -> int:
+    def resident_v(self) -> int:
         """Columns of V that wait in registers."""
-        return min(self.held, self.dv)
+        return min(self.resident, self.dv)
 
     @property
-    def held_k(self) -> int:
+    def resident_k(self) -> int:
         """Columns of K in registers, taken after all of V."""
-        return self.held - self.held_v
+        return self.resident - self.resident_v
 
     @property
     def consumer_registers(self) -> int:
@@ -107,7 +104,7 @@ class HopperBackwardTiling(BackwardTiling):
         return self.early == "P"
 
     @property
-    def in_stretches(self) -> bool:
+    def in_segments(self) -> bool:
         fits = self.kernel == "backward" and self.d == self.dv
         return fits and not (self.ends_backwards or self.claimed_parts)
 
@@ -190,7 +187,7 @@ class HopperBackwardTiling(BackwardTiling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairBackwardTiling(HopperBackwardTiling):
+class HopperPairBackwardTiling(HopperBackwardTiling):
     """Two blocks have the same keys, each half of the columns of Q, K, V, dO and of what is summed (`of_block`)."""
 
     kernel: str = "backward_pair"

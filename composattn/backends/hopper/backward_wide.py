@@ -15,7 +15,7 @@ from ..fused.kernels.key_tile import KeyTile
 from .backward import HopperBackward
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
-from .key_tile import Block, KeyWarpgroup, queries_first
+from .key_tile import HopperBackwardBlock, KeyWarpgroup, queries_first
 from .wgmma import MN, ROWS, WARPGROUP, issue, product, put, store_matrix
 
 
@@ -61,7 +61,7 @@ class Side(KeyWarpgroup):
     ahead: int | None = None  # rows whose statistics are read under a product of scores: all
     result: int  # of dK, dV
 
-    def __init__(self, tiling: HopperBackwardTiling, block: Block, thread, number: int):
+    def __init__(self, tiling: HopperBackwardTiling, block: HopperBackwardBlock, thread, number: int):
         super().__init__(tiling, block, number, thread)
         stationary, moving, partner, columns = self.operands()
         wide = columns // self.products_of(columns)

@@ -9,7 +9,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import key_tiles, slots
 from ..fused.tiles.traits import queries, reads_along_keys, tiles_are_equal
 from .forward_forms import Facts
-from .maxima import lag_of
+from .maxima import threshold_of
 from .tiling import EVEN_STAGES, ROWS, HopperTiling
 
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
@@ -21,7 +21,7 @@ FULL_ROUNDS = 0.04  # of their places idle, up to which nothing is gained by equ
 def few_rows(call: Facts) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
 
-    Two blocks on a multiprocessor, of 64 keys, or with D 64 of 128, fill each other's beginnings and ends; with D 64
+    Two blocks on an SM, of 64 keys, or with D 64 of 128, fill each other's beginnings and ends; with D 64
     three of 64 keys have half as many places again; one of 128 keys has half as many; equal shares leave none idle, and
     take longest to end. Which is best depends on how many tiles there are.
     """
@@ -75,7 +75,7 @@ def _of_few_rows(call: Facts, tile_n: int, blocks: int, most: int) -> HopperTili
         packed_heads=call.heads,
         blocks=blocks,
         scheduler=Scheduler.STRIDE if persistent else Scheduler.ONE_TILE,
-        lag=lag_of(problem),
+        threshold=threshold_of(problem),
         stages=min(most, room // (2 * tile_n * (d + dv))),
         eight_rows=eight,
     )

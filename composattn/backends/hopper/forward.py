@@ -11,14 +11,14 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic
 from ...primitives.barriers import Barriers
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.emit_tiles import BandTiles
 from ...primitives.pipelines import Copies, Edge, Warps, start_edges
 from ...primitives.swizzled_tiles import put_words, tensor_of, tile_layout
-from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, choose, permuted
 from ..fused.kernels.forward import Forward, prefetch
-from ..fused.kernels.forward_call import Call
-from ..fused.kernels.registers.group_rows import Consume, ConsumeApart, Consumer, GroupRows, Load
+from ..fused.kernels.forward_call import ForwardCall
+from ..fused.kernels.registers.group_rows import ConsumeApart, GroupRows, RowConsume, RowConsumer, RowLoad
 from ..fused.kernels.registers.guessing_rows import GuessingRows
 from ..fused.planning.plan import ForwardPlan
 from .tiling import SUMS, HopperTiling
@@ -51,7 +51,7 @@ class WarpgroupForward(Forward[AnyTiling]):
         return IN_ORDER if self.plan.batch_invariant else ONE_BY_ONE
 
     @abc.abstractmethod
-    def block(self, call: Call) -> Any:
+    def block(self, call: ForwardCall) -> Any:
         """Shared memory and edges of a block."""
 
     @abc.abstractmethod
@@ -59,11 +59,11 @@ class WarpgroupForward(Forward[AnyTiling]):
         """The products of a warpgroup."""
 
     @abc.abstractmethod
-    def copy(self, call: Call, block: Any, warp: Any) -> None:
+    def copy(self, call: ForwardCall, block: Any, warp: Any) -> None:
         """What a warp of the first warpgroup does."""
 
     @abc.abstractmethod
-    def consume(self, call: Call, block: Any, thread: Any, scale_log2: Float32) -> None:
+    def consume(self, call: ForwardCall, block: Any, thread: Any, scale_log2: Float32) -> None:
         """What a thread of the others does."""
 
     @cute.jit
@@ -92,7 +92,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
     and with two or more warpgroups and D <= 192 their turns interleave (one's products, the other's softmax).
     """
 
-    consumes = Consume
+    consumes = RowConsume
     group_rows = GroupRows
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
@@ -101,20 +101,20 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
     def block(self, call):
-        return Block(self.tiling, self.dtype, call)
+        return HopperForwardBlock(self.tiling, self.dtype, call)
 
     def products(self, block, number):
-        return Products(self.tiling, block, number)
+        return HopperForwardProducts(self.tiling, block, number)
 
     @cute.jit
     def copy(self, call, block, warp):
         if warp == 0:
-            Load(self, call, block).run()
+            RowLoad(self, call, block).run()
 
     @cute.jit
     def consume(self, call, block, thread, scale_log2):
         block.prepare(thread)
-        me = Consumer(self, block, thread, scale_log2)
+        me = RowConsumer(self, block, thread, scale_log2)
         me.turns.start(me.number)
         self.consumes(self, call, me).run()
         me.drain_stores()
@@ -177,7 +177,7 @@ class HopperForwardFromFirst(HopperForwardApart):
         return dataclasses.replace(work, keys=dataclasses.replace(work.keys, origin=first))
 
 
-class Block(Fixed):
+class HopperForwardBlock(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
     def __init__(self, tiling, dtype, call):
@@ -198,7 +198,7 @@ class Block(Fixed):
         self.rings = self.q_edge, self.k_edge, self.v_edge = self.edges[:3]
         self.queue = None
         if tiling.scheduler.draws:
-            self.queue = TileQueue(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
+            self.queue = DynamicScheduler(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
         self.turns = barriers.row(4, 2 * WARPGROUP)
@@ -235,7 +235,7 @@ def _stage(slot, stages):
     return slot.index if stages > 1 else 0
 
 
-class BlockWithOnes(Block):
+class BlockWithOnes(HopperForwardBlock):
     """A block's shared memory with columns of ones beside each V."""
 
     def values(self, smem):
@@ -259,16 +259,16 @@ class BlockWithOnes(Block):
         self.of_consumers.meet()
 
 
-class Products(WarpgroupProducts):
+class HopperForwardProducts(WarpgroupProducts):
     """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for.
 
-    What registers hold of Q, its first columns, the matrix unit need not read from shared memory for each tile of keys.
+    What registers hold of Q, its first columns, the tensor core need not read from shared memory for each tile of keys.
     """
 
     def __init__(self, tiling, block, number):
         self.q_stages = tiling.q_stages
         self.qk = product(block.dtype, tiling.tile_n, written=tiling.steps.written)
-        self.held_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.steps.written)
+        self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.steps.written)
         self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.steps.written)
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
@@ -280,29 +280,29 @@ class Products(WarpgroupProducts):
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
         self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
-        self.held, self.steps = tiling.held, cute.size(self.tSrQ, mode=[2])
+        self.resident, self.steps = tiling.resident, cute.size(self.tSrQ, mode=[2])
 
     def probabilities(self) -> cute.Tensor:
         """Registers for them, as the left operand of the output's product."""
         return self.pv.get_slice(0).make_fragment_A(self.probabilities_shape)
 
-    def held_queries(self) -> cute.Tensor | None:
+    def resident_queries(self) -> cute.Tensor | None:
         """Registers for columns of Q, as the left operand of the scores' product; None where there are none."""
-        if not self.held:
+        if not self.resident:
             return None
-        held_qk = self.held_qk.get_slice(0)
-        return held_qk.make_fragment_A(held_qk.partition_shape_A((ROWS, self.held)))
+        resident_qk = self.resident_qk.get_slice(0)
+        return resident_qk.make_fragment_A(resident_qk.partition_shape_A((ROWS, self.resident)))
 
-    def get_queries(self, held: cute.Tensor | None, slot, thread) -> None:
+    def get_queries(self, resident: cute.Tensor | None, slot, thread) -> None:
         """Fills them."""
-        if held is not None:
-            get(self.held_qk, held, self.sQ[None, None, _stage(slot, self.q_stages)], thread)
+        if resident is not None:
+            get(self.resident_qk, resident, self.sQ[None, None, _stage(slot, self.q_stages)], thread)
 
-    def issue_scores(self, q_slot, k_slot, held: cute.Tensor | None) -> cute.Tensor:
+    def issue_scores(self, q_slot, k_slot, resident: cute.Tensor | None) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrQ = self.tSrQ[None, None, None, _stage(q_slot, self.q_stages)]
-        steps = 0 if held is None else cute.size(held, mode=[2])
-        parts = (self.held_qk, held, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
+        steps = 0 if resident is None else cute.size(resident, mode=[2])
+        parts = (self.resident_qk, resident, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
         issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, k_slot.index])
         return tSrS
 
@@ -310,7 +310,7 @@ class Products(WarpgroupProducts):
         issue(self.pv, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
 
 
-class ProductsWithSums(Products):
+class ProductsWithSums(HopperForwardProducts):
     """Products whose output has `SUMS` columns more, each with the sums of the rows' rounded probabilities."""
 
     def __init__(self, tiling, block, number):

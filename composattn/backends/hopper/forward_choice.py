@@ -6,12 +6,12 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import CallClass, Work, class_of
+from ..fused.planning.call_class import CallClass, Rounds, class_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
 from .forward_forms import Facts, alone, documents, large, small
-from .forward_table import Form, row_of
+from .forward_table import ForwardForm, row_of
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
 
@@ -26,8 +26,8 @@ def forward_class(problem: Problem, program: Program, target: Target) -> CallCla
     heads = packed_heads(problem, program, ROWS)
     call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
     # who asks blocks to stay has work for several rounds
-    stays = problem.schedule.persistent and call.work is not Work.FEW_ROWS
-    return dataclasses.replace(call, work=Work.ROUNDS) if stays else call
+    stays = problem.schedule.persistent and call.work is not Rounds.FEW_ROWS
+    return dataclasses.replace(call, work=Rounds.ROUNDS) if stays else call
 
 
 def forward_words(problem: Problem, program: Program, target: Target) -> str:
@@ -37,7 +37,7 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
     return f"{call}\n    form: {row.form}; {row.evidence}"
 
 
-def tiling_of_form(form: Form, problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
+def tiling_of_form(form: ForwardForm, problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
     if form.kind == "wide":
         return wide_tiling(problem, program, target)

@@ -8,10 +8,10 @@ import functools
 from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...primitives.lag import NO_LAG
+from ...primitives.rescale_threshold import ALWAYS_RESCALE
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
-from ..fused.tiles.stretches import falls_apart
+from ..fused.tiles.segments import falls_apart
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
 from ..fused.tiles.traits import (
@@ -27,14 +27,14 @@ from ..fused.tiles.traits import (
     sees_at_most,
     tiles_are_equal,
 )
-from .maxima import lag_of
+from .maxima import threshold_of
 from .row_steps import Kind, row_steps
 from .tiling import FROM_FIRST, GUESSING, ROWS, HopperTiling, registers_for
 
 # Columns of Q in registers by D and Dv, where there is no score mod, in blocks that stay, D 128 in others too. D 192: 3
 # to 5 % of 8k with the 80 keys that are left room for; D 128 of 1k and more: 1 to 3 %; D 256 gains nothing. None behind
 # score mods, whose values take registers too (D 192, an ALiBi window: 15 spilled)
-HELD = {(192, 192): 128, (128, 128): 128, (192, 128): 192}
+RESIDENT = {(192, 192): 128, (128, 128): 128, (192, 128): 192}
 HELD_KEYS = 1024  # from which D 128 holds them
 # Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
 # want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained.
@@ -49,7 +49,7 @@ NARROW = 2048
 FEW_KEYS = 512  # up to which small blocks take 64 at a time, and stay where D is 64 (9 to 15 % of causal 128 to 512)
 # D whose blocks that stay draw their tiles; others were not timed so, and go by a fixed stride
 DRAWN = (64, 128, 192, 256)
-# Tiles of keys for which multiprocessors would be idle, from which work is shared: with 15 and more 4k to 16k of D 128,
+# Tiles of keys for which SMs would be idle, from which work is shared: with 15 and more 4k to 16k of D 128,
 # 8k of D 192 and 256 gain 1 to 2 %, with 6 to 8 their 2k lose 1. Not three warpgroups, whose loops have no register to
 # spare (D 64 loses 2 to 4 %), nor with all of Q in registers (192/128: 16 spilled)
 SHARED = 10
@@ -118,7 +118,7 @@ class Facts:
 
 
 def alone(call: Facts) -> HopperTiling:
-    """One warpgroup on a multiprocessor: blocks of two would leave half of them idle.
+    """One warpgroup on an SM: blocks of two would leave half of them idle.
 
     It takes 1.2 µs for a tile of 128 keys of D 128, two 1.3 for twice as many queries, and begins and ends sooner.
     """
@@ -127,7 +127,7 @@ def alone(call: Facts) -> HopperTiling:
 
 
 def small(call: Facts) -> HopperTiling:
-    """One warpgroup for each block, and two or three blocks on a multiprocessor."""
+    """One warpgroup for each block, and two or three blocks on an SM."""
     program, dense = call.program, call.problem.layout.is_dense
     three = call.widest <= 96 and call.keys_in_order <= 64
     # weights are as the scores have them, no mask reads tensors, and rows may know of others
@@ -170,7 +170,7 @@ def large(call: Facts, guesses: bool, stays: bool) -> HopperTiling:
         # D 256 with a mask has room for 80 keys; 64 cost less at its edges (1 to 2.5 % of 8k)
         most=64 if call.widest > 192 and call.masked else call.most_read,
         scheduler=scheduler,
-        held=HELD.get(call.dims, 0) if holds else 0,
+        resident=RESIDENT.get(call.dims, 0) if holds else 0,
     )
     shares = _shares(call, tiling)
     return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if shares else tiling
@@ -191,7 +191,7 @@ def documents(call: Facts) -> HopperTiling:
         warpgroups=2,
         most=128 if apart else 112,
         scheduler=Scheduler.EARLY if stays else Scheduler.ONE_TILE,
-        held=HELD.get(call.dims, 0) if stays else 0,
+        resident=RESIDENT.get(call.dims, 0) if stays else 0,
     )
 
 
@@ -204,11 +204,11 @@ def tiling_of(
     most: int,
     spare: int = 0,
     scheduler: Scheduler = Scheduler.ONE_TILE,
-    held: int = 0,
+    resident: int = 0,
 ) -> HopperTiling:
     """A tile has as many keys, up to `most`, as registers, but `spare` ones, and shared memory have room for.
 
-    All of Q, `held` in registers, goes before keys; some columns of it are held where the keys leave them room.
+    All of Q, `resident` in registers, goes before keys; some columns of it are held where the keys leave them room.
     """
     (d, dv), kernel = call.dims, {"guesses": GUESSING, "documents": FROM_FIRST}.get(kind, "forward")
     paged = call.problem.layout.kv == "paged"
@@ -224,13 +224,13 @@ def tiling_of(
         blocks=blocks,
         scheduler=scheduler,
         # where maxima are guessed, few tiles look for their own
-        lag=NO_LAG if kernel == GUESSING else lag_of(call.problem),
+        threshold=ALWAYS_RESCALE if kernel == GUESSING else threshold_of(call.problem),
         stages=2,
-        held=held,
+        resident=resident,
         steps=row_steps(kind, dv, call.program),
     )
     rows = d + dv if made.separate_o else call.widest
-    by_registers = call.keys_by_registers(room - (held // 4 if made.frees_queries else 0))
+    by_registers = call.keys_by_registers(room - (resident // 4 if made.frees_queries else 0))
     by_memory = keys_by_memory(call.target, made.tile_m, rows, d + dv)
     tile_n = call.keys_in_order or min(by_registers, by_memory, most)
     # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
@@ -239,7 +239,7 @@ def tiling_of(
         made,
         tile_n=whole_pages(tile_n) if paged else tile_n,
         stages=3 if third else 2,
-        held=held if call.keys_by_registers(room - held // 4) >= tile_n else 0,
+        resident=resident if call.keys_by_registers(room - resident // 4) >= tile_n else 0,
     )
 
 

@@ -10,17 +10,17 @@ import dataclasses
 from collections.abc import Container
 from typing import Any, Literal
 
-from ..fused.planning.call_class import BEYOND, CallClass, Mask, Mods, Work
+from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, ModsKind, Rounds
 from ..fused.tiles.patterns import Pattern, Span, matches
 from .evidence import Evidence, Measured, NotMeasured
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ForwardForm:
     """How a call is cut; `forward_forms` has the tiling of each.
 
     few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or
-    three blocks on a multiprocessor. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
+    three blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
     V. documents: two, and tiles of keys begin where documents do. wide: D above 256.
 
     `guesses`: rows take the maximum before a tile for the tile's own. `stays`: blocks draw one tile after the other.
@@ -40,45 +40,55 @@ def fitted(shapes: int, gain: float) -> Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ForwardRule:
     """Calls of all classes that are in the pattern, and in no row before."""
 
-    form: Form
+    form: ForwardForm
     evidence: Evidence
     pattern: Pattern
 
 
-FEW, SMALL, ALONE, LARGE, WIDE = Form("few"), Form("small"), Form("alone"), Form("large"), Form("wide")
-DOCUMENTS, STAYS = Form("documents"), Form("large", stays=True)
-GUESSES, GUESSES_STAYS = Form("large", guesses=True), Form("large", guesses=True, stays=True)
+FEW, SMALL, ALONE, LARGE, WIDE = (
+    ForwardForm("few"),
+    ForwardForm("small"),
+    ForwardForm("alone"),
+    ForwardForm("large"),
+    ForwardForm("wide"),
+)
+DOCUMENTS, STAYS = ForwardForm("documents"), ForwardForm("large", stays=True)
+GUESSES, GUESSES_STAYS = ForwardForm("large", guesses=True), ForwardForm("large", guesses=True, stays=True)
 
 TO_BEYOND = Span(0, BEYOND)
 TO_64, TO_96, TO_128, TO_192, TO_256 = Span(0, 64), Span(64, 96), Span(96, 128), Span(160, 192), Span(224, 256)
-MASKS = tuple(m for m in Mask if m is not Mask.NONE)
-ONE_RUN = Mask.BOUNDS, Mask.TESTED, Mask.OPAQUE  # masks with which warpgroups pass by tiles of their own, and may guess
-UNMASKED: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.NONE,)}
-OF_IDS: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.DOCUMENTS,), "packs": (False,)}
-BOUNDED: Pattern = {"mods": (Mods.PLAIN,), "mask": ONE_RUN, "packs": (False,)}
-DILATED: Pattern = {"mods": (Mods.PLAIN,), "mask": (Mask.TESTED,), "packs": (False,)}
-LINES: Pattern = {"mods": (Mods.LINE,), "mask": ONE_RUN, "packs": (False,)}
-MASKED: Pattern = {"mods": (Mods.PLAIN, Mods.LINE), "mask": ONE_RUN, "packs": (False,)}
+MASKS = tuple(m for m in MaskKind if m is not MaskKind.NONE)
+ONE_RUN = (
+    MaskKind.BOUNDS,
+    MaskKind.TESTED,
+    MaskKind.OPAQUE,
+)  # masks with which warpgroups pass by tiles of their own, and may guess
+UNMASKED: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.NONE,)}
+OF_IDS: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.DOCUMENTS,), "packs": (False,)}
+BOUNDED: Pattern = {"mods": (ModsKind.PLAIN,), "mask": ONE_RUN, "packs": (False,)}
+DILATED: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.TESTED,), "packs": (False,)}
+LINES: Pattern = {"mods": (ModsKind.LINE,), "mask": ONE_RUN, "packs": (False,)}
+MASKED: Pattern = {"mods": (ModsKind.PLAIN, ModsKind.LINE), "mask": ONE_RUN, "packs": (False,)}
 DENSE: Pattern = {"layout": ("dense",), "order": ("any",)}
-KEEPS: Pattern = DENSE | {"mods": tuple(m for m in Mods if m is not Mods.DROPOUT)}
+KEEPS: Pattern = DENSE | {"mods": tuple(m for m in ModsKind if m is not ModsKind.DROPOUT)}
 
 
-def every(form: Form, evidence: Evidence, widest: Span = TO_BEYOND, **pattern: Container[Any]) -> Row:
+def every(form: ForwardForm, evidence: Evidence, widest: Span = TO_BEYOND, **pattern: Container[Any]) -> ForwardRule:
     """Calls of all layouts and orders."""
-    return Row(form, evidence, {"widest": widest, **pattern})
+    return ForwardRule(form, evidence, {"widest": widest, **pattern})
 
 
-def at_once(form: Form, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row:
+def at_once(form: ForwardForm, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> ForwardRule:
     """Calls whose tiles may all run at once."""
-    return Row(form, evidence, {**DENSE, "widest": widest, **pattern})
+    return ForwardRule(form, evidence, {**DENSE, "widest": widest, **pattern})
 
 
-def dense(form: Form, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> Row:
+def dense(form: ForwardForm, evidence: Evidence, widest: Span, **pattern: Container[Any]) -> ForwardRule:
     """Calls of no other layout or order, and of no dropout."""
-    return Row(form, evidence, {**KEEPS, "widest": widest, **pattern})
+    return ForwardRule(form, evidence, {**KEEPS, "widest": widest, **pattern})
 
 
 # single timings of one H200, before all forms were timed: benchmarks/findings.md
@@ -96,24 +106,24 @@ AS_D_64 = NotMeasured("as D 64")
 AS_EVER = NotMeasured("as it was")
 
 # fmt: off
-TABLE: tuple[Row, ...] = (
+TABLE: tuple[ForwardRule, ...] = (
     every(WIDE, NotMeasured("the only one"), Span(256, BEYOND)),
-    every(FEW, NotMeasured("a model of 205 timed calls chooses, `TimeOfReading`"), work=(Work.FEW_ROWS,)),
-    # one short sequence: tiles of 64 queries, each with a multiprocessor of its own
-    at_once(ALONE, OF_ONE_SEQUENCE, Span(0, 96), work=(Work.AT_ONCE,), length=Span(128, 1152)),
-    at_once(ALONE, OF_ONE_SEQUENCE, Span(96, 192), work=(Work.AT_ONCE,), length=Span(0, 1152)),
-    at_once(ALONE, OF_ONE_SEQUENCE, Span(192, 256), work=(Work.AT_ONCE,), length=Span(0, 2304)),
-    at_once(ALONE, OF_HALF_FULL, Span(128, 192), mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=Span(0, 1152)),
-    at_once(ALONE, OF_HALF_FULL, Span(192, 256), mask=MASKS, work=(Work.ROUND_AND_A_HALF,), length=Span(0, 2304)),
+    every(FEW, NotMeasured("a model of 205 timed calls: `TimeOfReading`"), work=(Rounds.FEW_ROWS,)),
+    # one short sequence: tiles of 64 queries, each with an SM of its own
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(0, 96), work=(Rounds.AT_ONCE,), length=Span(128, 1152)),
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(96, 192), work=(Rounds.AT_ONCE,), length=Span(0, 1152)),
+    at_once(ALONE, OF_ONE_SEQUENCE, Span(192, 256), work=(Rounds.AT_ONCE,), length=Span(0, 2304)),
+    at_once(ALONE, OF_HALF_FULL, Span(128, 192), mask=MASKS, work=(Rounds.ROUND_AND_A_HALF,), length=Span(0, 1152)),
+    at_once(ALONE, OF_HALF_FULL, Span(192, 256), mask=MASKS, work=(Rounds.ROUND_AND_A_HALF,), length=Span(0, 2304)),
     # documents by ids
     dense(DOCUMENTS, fitted(1, 1.047), TO_128, **OF_IDS, length=Span(4224, BEYOND)),
-    dense(SMALL, fitted(5, 1.078), Span(0, 128), mask=(Mask.DOCUMENTS,)),
+    dense(SMALL, fitted(5, 1.078), Span(0, 128), mask=(MaskKind.DOCUMENTS,)),
     # D up to 64
-    dense(SMALL, OF_FEW_ROUNDS, Span(0, 96), work=(Work.FEW_ROUNDS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(SMALL, OF_FEW_ROUNDS, Span(0, 96), work=(Rounds.FEW_ROUNDS,), seen=Span(0, 1152), sectors=(True,)),
     dense(GUESSES_STAYS, fitted(4, 1.058), TO_64, **LINES, seen=Span(256, 4224)),
     dense(GUESSES_STAYS, fitted(5, 1.004), TO_64, **UNMASKED, seen=Span(0, 512), fills=(True,)),
     dense(SMALL, fitted(13, 1.057), TO_64, seen=Span(0, 512), sectors=(True,)),
-    dense(SMALL, fitted(3, 1.038), TO_64, mods=(Mods.PAIRS,), seen=Span(0, 2304)),
+    dense(SMALL, fitted(3, 1.038), TO_64, mods=(ModsKind.PAIRS,), seen=Span(0, 2304)),
     dense(GUESSES_STAYS, fitted(23, 1.051), TO_64, **UNMASKED, seen=Span(0, 16384)),
     dense(GUESSES, AS_DILATED_88, TO_64, **DILATED, seen=Span(512, 4224)),
     dense(GUESSES_STAYS, fitted(15, 1.042), TO_64, **MASKED, seen=Span(0, 4224)),
@@ -125,7 +135,7 @@ TABLE: tuple[Row, ...] = (
     dense(GUESSES_STAYS, fitted(6, 1.007), TO_96, **UNMASKED, seen=Span(1152, BEYOND)),
     dense(GUESSES_STAYS, fitted(6, 1.040), TO_96, **MASKED, length=Span(512, 1152)),
     dense(GUESSES, fitted(6, 1.032), TO_96, **MASKED, length=Span(1152, BEYOND)),
-    dense(SMALL, AS_D_64, TO_96, mods=(Mods.PAIRS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(SMALL, AS_D_64, TO_96, mods=(ModsKind.PAIRS,), seen=Span(0, 1152), sectors=(True,)),
     dense(LARGE, OF_UNDRAWN, TO_96, mask=MASKS, length=Span(1152, BEYOND)),
     dense(STAYS, fitted(14, 1.066), TO_96),
     # D up to 128
@@ -147,8 +157,8 @@ TABLE: tuple[Row, ...] = (
     dense(LARGE, NotMeasured("Q and O beside each other leave no room for 64 keys"), TO_256),
     # other layouts, a fixed order, dropout: the sweep has no shapes of them
     every(LARGE, AS_EVER, layout=("paged",)),
-    every(SMALL, AS_EVER, Span(0, 96), mask=(Mask.DOCUMENTS,)),
-    every(SMALL, AS_EVER, Span(96, 128), mask=(Mask.DOCUMENTS,), order=("any",)),
+    every(SMALL, AS_EVER, Span(0, 96), mask=(MaskKind.DOCUMENTS,)),
+    every(SMALL, AS_EVER, Span(96, 128), mask=(MaskKind.DOCUMENTS,), order=("any",)),
     every(SMALL, AS_EVER, Span(0, 64), seen=Span(0, 2304)),
     every(SMALL, AS_EVER, Span(64, 96), seen=Span(0, 1152)),
     every(STAYS, AS_EVER, Span(96, 128), layout=("packed",)),
@@ -164,7 +174,7 @@ FORMS = tuple(dict.fromkeys(row.form for row in TABLE if row.form not in (WIDE, 
 # what each form can cut, none of it a matter of speed
 CAN: dict[str, tuple[Pattern, ...]] = {
     "wide": ({"widest": Span(256, BEYOND)},),
-    "few": ({"widest": Span(0, 256), "work": (Work.FEW_ROWS,)},),
+    "few": ({"widest": Span(0, 256), "work": (Rounds.FEW_ROWS,)},),
     "documents": (DENSE | OF_IDS | {"widest": Span(0, 128)},),
     "small": (
         {"widest": Span(0, 96), "layout": ("dense", "packed", "mixed")},
@@ -173,19 +183,19 @@ CAN: dict[str, tuple[Pattern, ...]] = {
     "alone": (DENSE,),
     "large": ({},),
     "guesses": (
-        KEEPS | {"widest": Span(0, 128), "mask": (Mask.NONE,)},
+        KEEPS | {"widest": Span(0, 128), "mask": (MaskKind.NONE,)},
         KEEPS | {"widest": Span(0, 128), "mask": ONE_RUN, "packs": (False,)},
     ),
 }
-COMPETE: Pattern = {"widest": Span(0, 256), "work": tuple(w for w in Work if w is not Work.FEW_ROWS)}
+COMPETE: Pattern = {"widest": Span(0, 256), "work": tuple(w for w in Rounds if w is not Rounds.FEW_ROWS)}
 
 
-def serves(form: Form, call: CallClass) -> bool:
+def serves(form: ForwardForm, call: CallClass) -> bool:
     """Whether a form can cut calls of a class."""
     competes = form in (WIDE, FEW) or matches(call, COMPETE)
     return competes and any(matches(call, can) for can in CAN["guesses" if form.guesses else form.kind])
 
 
-def row_of(call: CallClass) -> Row:
+def row_of(call: CallClass) -> ForwardRule:
     """The first one that a call's class is in."""
     return next(row for row in TABLE if matches(call, row.pattern))

@@ -38,22 +38,22 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n // GROUPS))
 
     def block(self, call):
-        return Block(self.tiling, self.dtype)
+        return HopperWideBlock(self.tiling, self.dtype)
 
     def products(self, block, number):
-        return Products(self.tiling, block, number)
+        return HopperWideProducts(self.tiling, block, number)
 
     @cute.jit
     def copy(self, call, block, warp):
         if warp < GROUPS:
-            Load(self, call, block, warp).run()
+            WideLoad(self, call, block, warp).run()
 
     @cute.jit
     def consume(self, call, block, thread, scale_log2):
-        Consume(self, call, Consumer(self, block, thread, scale_log2)).run()
+        WideConsume(self, call, WideConsumer(self, block, thread, scale_log2)).run()
 
 
-class Load(Role):
+class WideLoad(Role):
     """The copying warp of warpgroup `number`."""
 
     def __init__(self, kernel, call, block, number):
@@ -104,7 +104,7 @@ class Ring(Fixed):
         self.wait, self.release = keys.wait, keys.release
 
 
-class Block(Fixed):
+class HopperWideBlock(Fixed):
     """Shared memory of one block: where Q (later O), the slices and P lie, and the edges between the roles."""
 
     def __init__(self, tiling, dtype):
@@ -142,7 +142,7 @@ class Block(Fixed):
         return Ring(*(BoundEdge(kind, start) for kind in self.kinds))
 
 
-class Products(WarpgroupProducts):
+class HopperWideProducts(WarpgroupProducts):
     """S = Q Kᵀ and O += P V of one warpgroup, slice by slice: issued, not waited for."""
 
     def __init__(self, tiling, block, number):
@@ -171,7 +171,7 @@ class Products(WarpgroupProducts):
         issue(self.pv, tOrO, self.tOrP[None, None, None, i], self.tOrV[None, None, None, slot.index], accumulate)
 
 
-class Consumer(RowGroup):
+class WideConsumer(RowGroup):
     """A warpgroup with a ring of its own, and half of each tile's keys."""
 
     def __init__(self, kernel, block, thread, scale_log2):
@@ -193,7 +193,7 @@ class Consumer(RowGroup):
             self.sync_group()
 
 
-class Consume(Role):
+class WideConsume(Role):
     """A warpgroup's part of each work tile: `me`."""
 
     def __init__(self, kernel, call, me):
@@ -212,9 +212,9 @@ class Consume(Role):
         me.block.q_edge.wait(q_slot)
         if tiles.count > 0:
             slot = rows.first_step(tiles, slot)
-            for segment in tiles.segments():
-                for i in cutlass.range(segment.count, unroll=1):
-                    slot = rows.step(segment.tile(i), segment.tested, slot)
+            for tile_range in tiles.tile_ranges():
+                for i in cutlass.range(tile_range.count, unroll=1):
+                    slot = rows.step(tile_range.tile(i), tile_range.tested, slot)
         else:
             rows.tOrO.fill(0.0)
         rows.finish(call)
@@ -227,7 +227,7 @@ class Consume(Role):
 class SharedRows(OutputRows[WideTiling]):
     """The rows of one work tile, of which this warpgroup has half of the scores' and of the output's columns."""
 
-    def __init__(self, me: Consumer, mods, work, leaves):
+    def __init__(self, me: WideConsumer, mods, work, leaves):
         super().__init__(me, mods, work, leaves, work.m * ROWS + me.row)
         self.beside = me.number
         # rows of the tile, which are not queries where heads are packed

@@ -8,19 +8,19 @@ from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.tile_queue import TileQueue
 from ...primitives.values import Fixed, permuted
 from ..fused.kernels.key_tile import KeyGroup
 from ..fused.kernels.registers.dq_sender import AHEAD
-from ..fused.kernels.registers.groups import Group
+from ..fused.kernels.registers.groups import ThreadGroup
 from .backward_tiling import HopperBackwardTiling
 from .dq import dq_columns
 from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, warps_of
 
 
-class Layouts(NamedTuple):
+class HopperLayouts(NamedTuple):
     """Layouts of tiles in shared memory: (rows, columns), then stages or warpgroups; tiles that stay have neither."""
 
     q: Any
@@ -32,7 +32,7 @@ class Layouts(NamedTuple):
     dv: Any
 
     @staticmethod
-    def of(tiling: HopperBackwardTiling) -> "Layouts":
+    def of(tiling: HopperBackwardTiling) -> "HopperLayouts":
         k = tile_layout(tiling.tile_n, tiling.d, together=dq_columns(tiling))
         v = tile_layout(tiling.tile_n, tiling.dv)
         leaving = k, v
@@ -40,7 +40,7 @@ class Layouts(NamedTuple):
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
         ds = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
-        return Layouts(
+        return HopperLayouts(
             tile_layout(tiling.tile_m, tiling.d, tiling.q_stages),
             tile_layout(tiling.tile_m, tiling.dv, tiling.do_stages),
             k,
@@ -50,11 +50,11 @@ class Layouts(NamedTuple):
         )
 
 
-class Block(Fixed):
+class HopperBackwardBlock(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
     def __init__(
-        self, tiling: HopperBackwardTiling, layouts: Layouts, dtype, deterministic: bool, counter: cute.Tensor
+        self, tiling: HopperBackwardTiling, layouts: HopperLayouts, dtype, deterministic: bool, counter: cute.Tensor
     ):
         self.dtype, self.parts, self.in_order = dtype, tiling.warpgroups, deterministic
         wide = dtype.width // 8
@@ -87,7 +87,7 @@ class Block(Fixed):
         self.queue = None
         if tiling.persistent:
             numbers = smem.allocate_array(Int32, edges["queue"].stages)
-            self.queue = TileQueue(bound["queue"], numbers, counter, draws_first=deterministic)
+            self.queue = DynamicScheduler(bound["queue"], numbers, counter, draws_first=deterministic)
         # of each turn, whether it is the first at its query tile
         self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.dq_begins == "turn" else None
         barriers = Barriers()
@@ -153,13 +153,13 @@ class Block(Fixed):
         return cute.make_tensor(cute.recast_ptr(start, swizzle_=layout.inner), layout.outer)
 
 
-class KeyWarpgroup(Group, KeyGroup):
+class KeyWarpgroup(ThreadGroup, KeyGroup):
     """What the consumers of all backward kernels share: how their scores lie, of a product with keys as rows."""
 
     tiling: HopperBackwardTiling
     apart = ROWS
 
-    def __init__(self, tiling: HopperBackwardTiling, block: Block, number, thread):
+    def __init__(self, tiling: HopperBackwardTiling, block: HopperBackwardBlock, number, thread):
         super().__init__(block, number, thread)
         self.tiling = tiling
         self.lay_scores(tiling.tile_m)

@@ -10,14 +10,14 @@ from ..fused.tiles.patterns import Pattern, Span, matches
 from ..fused.tiles.traits import reads_pairs
 from .tiling import RowSteps
 
-# blocks of one warpgroup, three or two on a multiprocessor; and warpgroups of a block that is alone there
+# blocks of one warpgroup, three or two on an SM; and warpgroups of a block that is alone there
 Kind = Literal["three blocks", "two blocks", "alone", "three warpgroups", "two warpgroups", "guesses", "documents"]
 Scores = Literal["plain", "pairs", "other", "dropout"]  # a mod that reads at (q, kv), or none; "dropout" with any
 EVERY, WIDE = Span(0, 256), Span(128, 256)
 
 
 class Facts(NamedTuple):
-    """Of a call, what its steps depend on."""
+    """Facts of a call that its steps depend on."""
 
     kind: Kind
     dv: int

@@ -12,7 +12,7 @@ from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
 L2 = 32 << 20  # bytes of K and V of the heads that are worked on together
-# Stages of K and V in each of several blocks of few queries: with more, a multiprocessor's only block is far ahead of
+# Stages of K and V in each of several blocks of few queries: with more, an SM's only block is far ahead of
 # two of another one, and all wait for these (D 128 4 to 9 % of 136 to 192 tiles up to 4k keys, D 64 to 6)
 EVEN_STAGES = 2
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
@@ -27,7 +27,7 @@ WAITS = {
 
 
 class Registers(NamedTuple):
-    """Of a thread."""
+    """Registers of a thread, by what it does."""
 
     computing: int
     copying: int
@@ -68,8 +68,8 @@ class RowSteps:
 class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the warpgroups has 64 of the query rows.
 
-    `held`: so many columns of Q wait in registers for all tiles of keys, so that the matrix unit reads only the other
-    ones from shared memory. `steps`: what rows do from tile to tile. `eight_rows`: only the first eight rows are
+    `resident`: so many columns of Q wait in registers for all tiles of keys, so that the tensor core reads only the
+    other ones from shared memory. `steps`: what rows do from tile to tile. `eight_rows`: only the first eight rows are
     queries, and half of the softmax, and of what mods do, is left out: 8 % of short calls, 0 to 2 where memory is the
     limit.
     """
@@ -77,12 +77,12 @@ class HopperTiling(ForwardTiling):
     l2: ClassVar[int] = L2
 
     stages: int
-    held: int = 0
+    resident: int = 0
     steps: RowSteps = RowSteps()
     eight_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.kernel == GUESSING and self.lag.most:
+        if self.kernel == GUESSING and self.threshold.most:
             raise ValueError("rows that guess begin with their largest score so far: none may lag behind it")
 
     @property
@@ -91,12 +91,12 @@ class HopperTiling(ForwardTiling):
         return self.tile_m // ROWS
 
     def registers(self, paged: bool) -> Registers:
-        """Of a thread; `paged`: keys lie in pages."""
+        """Registers of a thread; `paged`: keys lie in pages."""
         return registers_for(self.warpgroups, self.blocks, paged)
 
     @property
     def pingpong(self) -> bool:
-        """Whether warpgroups take turns at the matrix unit; of D 256 tiles are too small to gain."""
+        """Whether warpgroups take turns at the tensor core; of D 256 tiles are too small to gain."""
         return self.warpgroups > 1 and max(self.d, self.dv) <= 192
 
     @property
@@ -120,16 +120,16 @@ class HopperTiling(ForwardTiling):
         return 2 * of_tile if self.scheduler is Scheduler.STREAM_K else of_tile
 
     @property
-    def in_stretches(self) -> bool:
+    def in_segments(self) -> bool:
         return self.kernel == FROM_FIRST
 
     @property
     def output_direct(self) -> bool:
-        """So that Q's place is the next tile's once scores are done.
+        """Whether O is stored from registers, so that Q's place is the next tile's once scores are done.
 
         With all of Q in registers 192/128 gains 1 to 4 % from 8k on; without, D 256 3 to 4 of 2k, and D 192 loses.
         """
-        return self.scheduler.draws and (self.held == self.d > self.dv or self.d == self.dv == 256)
+        return self.scheduler.draws and (self.resident == self.d > self.dv or self.d == self.dv == 256)
 
     @property
     def separate_o(self) -> bool:
@@ -149,7 +149,7 @@ class HopperTiling(ForwardTiling):
     @property
     def frees_queries(self) -> bool:
         """Whether Q's place is free once registers have it, so that the next tile's comes under all of this one."""
-        return self.output_direct and self.held == self.d
+        return self.output_direct and self.resident == self.d
 
     @property
     def ones(self) -> int:
@@ -172,10 +172,10 @@ class HopperTiling(ForwardTiling):
         apart = "; each passes by kv tiles that only others' rows see, which begin at the first key seen"
         guess = "; of most tiles with no test, probabilities by the maximum before"
         more = {FROM_FIRST: apart, GUESSING: guess}.get(self.kernel, "")
-        more += f"; {self.held} columns of Q in registers" if self.held else ""
+        more += f"; {self.resident} columns of Q in registers" if self.resident else ""
         more += WAITS[self.steps.output_wait] + "; O from registers" * self.output_direct
         return {
             "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows{eight}; "
-            f"blocks on a multiprocessor: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} {self.lag}{more}",
+            f"blocks on an SM: {self.blocks}",
+            "overlap": f"{order}, rescale {rescale} {self.threshold}{more}",
         }

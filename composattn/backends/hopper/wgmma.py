@@ -1,4 +1,4 @@
-"""The warpgroup's matrix unit: products, their operands in shared memory, and how their sums leave registers."""
+"""The warpgroup's tensor core: products, their operands in shared memory, and how their sums leave registers."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def warps_of(warpgroups: int) -> Warps:
 # --- products ---------------------------------------------------------------------------------------------------
 
 
-class Whole(warpgroup.MmaF16BF16Op):
+class WholeProducts(warpgroup.MmaF16BF16Op):
     """The operation of a product that is written whole: a TiledMma keeps its operation, and so how it is written."""
 
     @property
@@ -48,11 +48,11 @@ class Whole(warpgroup.MmaF16BF16Op):
         return Instruction(rows * columns // WARPGROUP, left, spell)
 
 
-class Anew(Whole):
-    """`Whole` products whose new sums name no registers of earlier sums."""
+class FreshProducts(WholeProducts):
+    """`WholeProducts` products whose new sums name no registers of earlier sums."""
 
 
-OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": Whole, "anew": Anew}
+OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": WholeProducts, "anew": FreshProducts}
 
 
 def product(
@@ -95,8 +95,8 @@ def issue_in_parts(
 def _multiply(
     mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
 ) -> None:
-    if isinstance(mma.op, Whole):
-        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, Anew))
+    if isinstance(mma.op, WholeProducts):
+        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, FreshProducts))
         return
     # an atom of its own: its accumulate flag changes along the way
     atom = cute.make_mma_atom(mma.op)

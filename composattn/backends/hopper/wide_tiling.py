@@ -12,7 +12,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.traits import reads_pairs
-from .maxima import BY_SUMS_WIDEST, lag_of
+from .maxima import BY_SUMS_WIDEST, threshold_of
 from .tiling import L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
@@ -33,7 +33,7 @@ class WideTiling(ForwardTiling):
     stages: int
 
     def registers(self, paged: bool) -> Registers:
-        """Of a thread; `paged`: keys lie in pages."""
+        """Registers of a thread; `paged`: keys lie in pages."""
         return registers_for(GROUPS, self.blocks, paged)
 
     @property
@@ -62,7 +62,7 @@ class WideTiling(ForwardTiling):
             "roles": f"{GROUPS} copying warps, {self.stages} stages each; {GROUPS} warpgroups of the same {ROWS} rows, "
             f"each {keys} keys of the scores and {halves} columns of the output",
             "overlap": f"slices of {keys} x {columns} of K and {values} x {halves} of V on their way, "
-            f"rescale {self.lag}",
+            f"rescale {self.threshold}",
         }
 
 
@@ -85,7 +85,7 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
         dv=dv,
         stages=room // (2 * GROUPS * STAGE),
         packed_heads=packed_heads(problem, program, ROWS),
-        lag=lag_of(problem, BY_SUMS_WIDEST),
+        threshold=threshold_of(problem, BY_SUMS_WIDEST),
         heads_together=problem.schedule.heads_together,
         scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
     )

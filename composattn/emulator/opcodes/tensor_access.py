@@ -26,7 +26,7 @@ from composattn.emulator.ledger import Unordered
 from composattn.emulator.opcodes.access import shared_store
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, sync, words_of
 from composattn.emulator.ptx import Discard, Instr, Mem, Reg, Vec
-from composattn.emulator.tensor_memory import COLUMNS, GROUP, TensorMemory
+from composattn.emulator.tensor_memory import COLUMNS, GROUP, EmulatedTensorMemory
 
 Array = np.ndarray[Any, Any]
 
@@ -68,7 +68,7 @@ def in_order(block: Any, check: Callable[[Any, Array], None], cells: Any, warp: 
 
 def _explain(block: Any, e: Unordered, synchronised: bool) -> None:
     """Raises what is missing if it is one instruction."""
-    cluster, place = block.cluster, TensorMemory.place(e.cell)
+    cluster, place = block.cluster, EmulatedTensorMemory.place(e.cell)
     name = cluster.agent_name(e.agent)
     warp, unit = divmod(e.agent - cluster.tensor_agent, 3)
     kind = ("mma", "ld", "st")[unit]
@@ -92,7 +92,7 @@ def _check_count(columns: int) -> None:
         raise TensorAllocation(f"{columns} columns: a power of two from 32 to {COLUMNS} is taken")
 
 
-def _wait_for_room(tensor: TensorMemory, columns: int) -> Wait:
+def _wait_for_room(tensor: EmulatedTensorMemory, columns: int) -> Wait:
     return Wait(
         lambda: tensor.room(columns) is not None,
         lambda: f"{columns} columns of tensor memory; allocated are {tensor.allocated}",

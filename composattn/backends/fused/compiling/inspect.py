@@ -62,7 +62,7 @@ class Artifact:
         return None if self._usage is None else _find(r"STACK:(\d+)", self._usage, int)
 
     @functools.cached_property
-    def instructions(self) -> tuple[Instruction, ...]:
+    def instructions(self) -> tuple[SassInstruction, ...]:
         """The machine code in order; empty where nvdisasm is not installed."""
         return machine_code(self.cubin_path)
 
@@ -78,7 +78,7 @@ class Artifact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class SassInstruction:
     """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text.
 
     `predicate`: what decides whether it is carried out, as `@!P0`; empty where nothing does.
@@ -115,7 +115,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _JUMP = re.compile(r"\((\.L_x_\d+)\)")
 
 
-def machine_code(cubin: Path) -> tuple[Instruction, ...]:
+def machine_code(cubin: Path) -> tuple[SassInstruction, ...]:
     """What nvdisasm says of a cubin, in order; empty where it is not installed."""
     tool = _binary_tool("nvdisasm")
     if tool is None:
@@ -125,7 +125,7 @@ def machine_code(cubin: Path) -> tuple[Instruction, ...]:
     return disassembled(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def disassembled(text: str) -> tuple[Instruction, ...]:
+def disassembled(text: str) -> tuple[SassInstruction, ...]:
     """The instructions of nvdisasm's text."""
     rows: list[tuple[str, str | None, str, str]] = []
     labels: dict[str, int] = {}
@@ -138,5 +138,6 @@ def disassembled(text: str) -> tuple[Instruction, ...]:
             jump = _JUMP.search(rest) if name == "BRA" else None
             rows.append((name, jump.group(1) if jump else None, name + rest, predicate.strip()))
     return tuple(
-        Instruction(name, labels.get(jump) if jump else None, text, predicate) for name, jump, text, predicate in rows
+        SassInstruction(name, labels.get(jump) if jump else None, text, predicate)
+        for name, jump, text, predicate in rows
     )

@@ -1,1 +1,1 @@
-"""Kernels with no matrix unit, and roles of others: for every architecture."""
+"""Kernels with no tensor core, and roles of others: for every architecture."""

@@ -1,4 +1,4 @@
-"""The backward kernel except for its matrix unit: host function, work tiles, what they load and what they visit."""
+"""The backward kernel except for its tensor core: host function, work tiles, what they load and what they visit."""
 
 import abc
 import dataclasses
@@ -11,10 +11,11 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
+from ....primitives.dynamic_scheduler import DynamicScheduler
 from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
+from ....primitives.emit_metadata import KeyTileMetadata
 from ....primitives.emit_tiles import query_tiles_of
-from ....primitives.emit_told import ToldKeys
 from ....primitives.kv_source import partition
 from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
@@ -22,7 +23,6 @@ from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows
 from ....primitives.strip_rows import StripRows, in_copies, rows_of
-from ....primitives.tile_queue import TileQueue
 from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
 from ..planning.arguments import MainArguments, PiecesArguments
@@ -45,8 +45,8 @@ class Backward(Kernel, Generic[AnyTiling]):
     Where tiles are few they are cut into pieces, runs of query tiles, which leave what they have of dK and dV apart, in
     fp32 and in the order of registers; `backward_gather` sums it, in a fixed order too.
 
-    Where shared memory has room a block stays for many tiles (`TileQueue`): the next K, V, Q and dO arrive while dK and
-    dV leave.
+    Where shared memory has room a block stays for many tiles (`DynamicScheduler`): the next K, V, Q and dO arrive while
+    dK and dV leave.
     """
 
     arguments = MainArguments
@@ -70,7 +70,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Shared memory and edges of a block."""
 
     @abc.abstractmethod
-    def share_roles(self, call: "Call", block: Any, warp: Int32) -> None:
+    def share_roles(self, call: "BackwardCall", block: Any, warp: Int32) -> None:
         """What each warp of a block does; one of them `produce`s."""
 
     @cute.jit
@@ -102,8 +102,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
-            Operands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
-            Operands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
+            BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
+            BackwardOperands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
             layouts,
             statistics,
             given.dq_accum,
@@ -123,7 +123,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def stored(self, keys: Any, tensor: cute.Tensor, box: int) -> cute.Tensor:
         """dK or dV as copies of so many rows see it."""
-        if self.plan.has_stretches:
+        if self.plan.has_segments:
             return keys.for_stores(tensor, box)
         return keys.for_parts(tensor) if isinstance(keys, StripRows) else keys.for_copies(tensor)
 
@@ -143,7 +143,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         """Copies of some columns of Q, dO and K, of those whose block has another part of them as a second operand."""
         return []
 
-    def of_block(self, tensors: "Operands") -> "Operands":
+    def of_block(self, tensors: "BackwardOperands") -> "BackwardOperands":
         """The tensors as a block sees them."""
         return tensors
 
@@ -158,7 +158,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         if given.key_tiles is not None and self.plan.layout.is_dense:  # a table goes over all sequences of a head
             q_rows = q_rows * (entries if isinstance(keys, StripRows) else given.q.shape[0])
         q_bytes = Int64(q_rows) * group * ((tiling.d + tiling.dv) * self.dtype.width // 8 + 4 * tiling.d)
-        # with 24 query heads on 3, sections of one head left 23 % of multiprocessors idle
+        # with 24 query heads on 3, sections of one head left 23 % of SMs idle
         tiles = 3 * self.plan.target.sms // 2 // tiling.sharing
         sections = Sections(q_bytes, tiling.l2, tiling.heads_together, tiles, tiling.heads_at_last or None)
         return TileScheduler.of(given.key_tiles, kv_rows, tiling.tile_n, entries, kv_heads, kv_heads, sections)
@@ -168,7 +168,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
         claims = None if claims is None else DqClaims(claims)
-        call = Call(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
+        call = BackwardCall(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in tmas.every:
@@ -187,7 +187,7 @@ class Backward(Kernel, Generic[AnyTiling]):
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
 
-        In a fixed order of dQ the last ones first, of each sequence or stretch of a table as well: who has one waits
+        In a fixed order of dQ the last ones first, of each sequence or segment of a table as well: who has one waits
         only for tiles of lower numbers. Where the last section goes backwards, it has the first ones first again, each
         from the last queries on.
         """
@@ -196,7 +196,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         if call.pieces is not None:
             number, piece = call.pieces.split(number)
         work = call.order.tile(number)
-        queries, keys = [rows.sequence(work.b).within(work.stretch) for rows in (call.queries, call.keys)]
+        queries, keys = [rows.sequence(work.b).within(work.segment) for rows in (call.queries, call.keys)]
         dense = call.order.table is None  # then numbers come from the last to the first, else as the table says
         count = call.order.blocks if dense else (keys.rows + (tile_n - 1)) // tile_n
         n = count - 1 - work.m if dense and not self.plan.deterministic else work.m
@@ -241,12 +241,12 @@ class Backward(Kernel, Generic[AnyTiling]):
         q_len, kv_len = work.queries.length, work.keys.length
         first = work.keys.from_start((work.n if n is None else n) * self.tiling.tile_n)
         last = cutlass.min(first + self.tiling.tile_n, work.keys.end) - 1
-        told = None
-        if self.plan.told is not None:
-            # a fixed order has the tiles of a stretch in a row, the last one first
-            entry = work.keys.stretch.entry(before=0 if n is None else n - work.n)
-            told = ToldKeys(entry, self.plan.told.groups, self.plan.told.reads)
-        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last, told)
+        metadata = None
+        if self.plan.metadata is not None:
+            # a fixed order has the tiles of a segment in a row, the last one first
+            entry = work.keys.segment.entry(before=0 if n is None else n - work.n)
+            metadata = KeyTileMetadata(entry, self.plan.metadata.groups, self.plan.metadata.reads)
+        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last, metadata)
 
     def members(self, call, work):
         """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""
@@ -320,7 +320,7 @@ class Backward(Kernel, Generic[AnyTiling]):
     def visit(self, call, block, me, steps):
         """A group `me` of those that hold scores; `steps`: the slots that each step takes one further."""
         slots = (block.kv_edge.first, *steps)
-        self.walk(call, block, lambda *work: self.visit_tile(block, me, *work), TileQueue.hear, slots)
+        self.walk(call, block, lambda *work: self.visit_tile(block, me, *work), DynamicScheduler.hear, slots)
 
     @cute.jit
     def visit_tile(self, block, me, call, work, slots):
@@ -396,7 +396,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         return kv_slot.next(), q_slot, do_slot
 
 
-class Operands(NamedTuple):
+class BackwardOperands(NamedTuple):
     """For each tensor that lies in tiles, its TMA copy, or the tensor as that copy sees it."""
 
     q: Any
@@ -418,11 +418,11 @@ class Operands(NamedTuple):
 
 
 @dataclasses.dataclass
-class Call(Fixed):
+class BackwardCall(Fixed):
     """What the kernel was called with; `numbers`: how many pieces of work there are."""
 
-    tmas: Operands
-    tensors: Operands
+    tmas: BackwardOperands
+    tensors: BackwardOperands
     statistics: cute.Tensor
     dq_accum: cute.Tensor
     clearing: DqClearing | None
@@ -439,7 +439,7 @@ class Call(Fixed):
     group: Int32
 
 
-def draw(queue: TileQueue, slot: Slot, lane: Int32) -> Int32:
+def draw(queue: DynamicScheduler, slot: Slot, lane: Int32) -> Int32:
     """The number of this block's next tile, for the copying warp, which tells all others."""
     cute.arch.griddepcontrol_wait()  # for the counter
     number = queue.draw(lane)

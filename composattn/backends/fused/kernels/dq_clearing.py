@@ -8,9 +8,9 @@ are all clear. The warps of whichever blocks run clear all there is, so nobody w
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from ....primitives.dynamic_scheduler import one_more
 from ....primitives.lanes import LANES
 from ....primitives.register_chunks import clear
-from ....primitives.tile_queue import one_more
 from ....primitives.turns import say, wait_for
 from ....primitives.values import Fixed
 

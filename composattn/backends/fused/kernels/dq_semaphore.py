@@ -9,9 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from ....primitives.dynamic_scheduler import DynamicScheduler
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
-from ....primitives.tile_queue import TileQueue
 from ....primitives.turns import publish_if, say, wait_for
 from ....primitives.values import Fixed, choose
 
@@ -27,7 +27,9 @@ class DqSemaphore(Fixed):
 
     @cute.jit
     def take(self, call, block):
-        self.kernel.walk(call, block, lambda *work: self.take_tile(block, *work), TileQueue.hear, block.turn_edge.first)
+        self.kernel.walk(
+            call, block, lambda *work: self.take_tile(block, *work), DynamicScheduler.hear, block.turn_edge.first
+        )
 
     @cute.jit
     def take_tile(self, block, call, work, slot):
@@ -58,7 +60,9 @@ class DqSemaphore(Fixed):
     @cute.jit
     def tell(self, call, block):
         """What the warp does that says for all that they have added, and frees the turn of a later tile."""
-        self.kernel.walk(call, block, lambda *work: self.tell_tile(block, *work), TileQueue.hear, block.turn_edge.first)
+        self.kernel.walk(
+            call, block, lambda *work: self.tell_tile(block, *work), DynamicScheduler.hear, block.turn_edge.first
+        )
 
     @cute.jit
     def tell_tile(self, block, call, work, slot):

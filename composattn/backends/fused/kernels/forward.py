@@ -1,4 +1,4 @@
-"""The forward kernel except for its matrix unit: host function, work tiles, and how its roles walk over them."""
+"""The forward kernel except for its tensor core: host function, work tiles, and how its roles walk over them."""
 
 import abc
 from typing import Any, Generic
@@ -20,7 +20,7 @@ from ....primitives.values import Fixed
 from ..planning.arguments import ForwardArguments
 from ..planning.plan import AnyForwardTiling, ForwardPlan
 from ..tiles.architecture import Kernel
-from .forward_call import Call, Work, launched
+from .forward_call import ForwardCall, ForwardWork, launched
 
 
 class Forward(Kernel, Generic[AnyForwardTiling]):
@@ -34,7 +34,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     arguments = ForwardArguments
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
-    blocks = 1  # on a multiprocessor at once
+    blocks = 1  # on an SM at once
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     dtype: Any  # of q, k and v
 
@@ -54,7 +54,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         return ONE_BY_ONE
 
     @abc.abstractmethod
-    def roles(self, call: Call) -> None:
+    def roles(self, call: ForwardCall) -> None:
         """What the warps of a block do."""
 
     @cute.jit
@@ -77,24 +77,24 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 
     @cute.kernel
     def kernel(self, tmas, work):
-        call = Call(tmas, *work)
+        call = ForwardCall(tmas, *work)
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.roles(call)
         else:
             if call.tile(cute.arch.block_idx()[0]).exists:
                 self.roles(call)
 
-    def placed(self, call: Call, work: Work) -> Work:
+    def placed(self, call: ForwardCall, work: ForwardWork) -> ForwardWork:
         """The work tile with what has to be known of it before its tiles of keys are."""
         return work
 
-    def kv_tiles(self, call: Call, work: Work) -> TileSequence:
+    def kv_tiles(self, call: ForwardCall, work: ForwardWork) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
         return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.some)
 
 
 @cute.jit
-def prefetch(call: cutlass.Constexpr[Call], condition):
+def prefetch(call: cutlass.Constexpr[ForwardCall], condition):
     """The descriptors of the bulk copies, by the warp where the condition holds."""
     if condition:
         for tma in call.tmas:
@@ -105,7 +105,7 @@ def prefetch(call: cutlass.Constexpr[Call], condition):
 class Role(Fixed, abc.ABC):
     """Some warps of a block, which do the same for each of its work tiles: `visit`, which carries slots along."""
 
-    def __init__(self, kernel: Any, call: Call, block: Any):
+    def __init__(self, kernel: Any, call: ForwardCall, block: Any):
         self.kernel, self.call, self.block = kernel, call, block
         self.plan, self.tiling = kernel.plan, kernel.tiling
 
@@ -114,10 +114,10 @@ class Role(Fixed, abc.ABC):
         return tuple(edge.first for edge in self.block.rings)
 
     @abc.abstractmethod
-    def visit(self, work: Work, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+    def visit(self, work: ForwardWork, slots: tuple[Any, ...]) -> tuple[Any, ...]:
         """One work tile; gives where rings and counts are behind it."""
 
-    def work(self, number, i=0) -> Work:
+    def work(self, number, i=0) -> ForwardWork:
         return self.kernel.placed(self.call, self.call.work(number, i))  # type: ignore[no-any-return]
 
     @cute.jit
@@ -170,7 +170,7 @@ class Role(Fixed, abc.ABC):
 class KeyCopies(Fixed):
     """K and V of a work tile on their way into rings of shared memory; products want V one tile behind K."""
 
-    def __init__(self, role: Role, work: Work, k_edge: BoundEdge, v_edge: BoundEdge):
+    def __init__(self, role: Role, work: ForwardWork, k_edge: BoundEdge, v_edge: BoundEdge):
         tmas, tensors, tiling = role.call.tmas, role.call.tensors, role.tiling
         self.k_edge, self.v_edge = k_edge, v_edge
         self.source = kv_source(work.keys, work.kv_head, tiling.tile_n)

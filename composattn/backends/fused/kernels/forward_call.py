@@ -9,12 +9,12 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.emit import Leaves
-from ....primitives.equal_shares import EqualShares
+from ....primitives.equal_stream_k import EqualStreamK
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
-from ....primitives.kv_tiles import WHOLE, Part
+from ....primitives.kv_tiles import WHOLE, KvPart
 from ....primitives.seqlen import Rows, Sequence, most_rows
-from ....primitives.shares import Portion, Shares
+from ....primitives.stream_k import Portion, StreamK
 from ....primitives.strip_rows import in_copies, rows_of
 from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
@@ -24,7 +24,7 @@ from ..planning.plan import ForwardPlan
 from ..tiles.scheduler import Scheduler
 
 
-class Operands(NamedTuple):
+class ForwardOperands(NamedTuple):
     """For each tensor that lies in tiles, its TMA copy (None: there is none), or the tensor as that copy sees it."""
 
     q: Any
@@ -36,13 +36,13 @@ class Operands(NamedTuple):
 class Launched(NamedTuple):
     """What a kernel's host function finds out before it launches, in the order of the kernel's arguments."""
 
-    tmas: Operands
-    tensors: Operands
+    tmas: ForwardOperands
+    tensors: ForwardOperands
     order: TileScheduler
     queries: Rows
     keys: Rows
     splits: Any  # number of parts, None where kv is not split
-    shares: Any  # `Shares` or `EqualShares`, None where there are none
+    shares: Any  # `StreamK` or `EqualStreamK`, None where there are none
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
@@ -83,8 +83,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     elif plan.direct_store:
         tO = given.out if plan.layout.q == "dense" else permuted(given.out, 1, 0, 2)
     else:
-        in_stretches = plan.has_stretches  # of one head
-        mO = queries.for_stores(given.out, rows) if in_stretches else heads.view(queries.for_copies(given.out))
+        in_segments = plan.has_segments  # of one head
+        mO = queries.for_stores(given.out, rows) if in_segments else heads.view(queries.for_copies(given.out))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
     kv_bytes = Int64(kv_rows) * ((tiling.d + tiling.dv) * dtype.width // 8)
     sections = Sections(kv_bytes, tiling.l2, tiling.heads_together)
@@ -93,18 +93,18 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     shares = None
     if given.left is not None:
         tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
-        kind = EqualShares if tiling.scheduler is Scheduler.STREAM_K else Shares
+        kind = EqualStreamK if tiling.scheduler is Scheduler.STREAM_K else StreamK
         shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
-    tmas, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(tQ, tK, tV, tO)
+    tmas, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(tQ, tK, tV, tO)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)
 
 
 @dataclasses.dataclass
-class Call(Fixed):
+class ForwardCall(Fixed):
     """What the kernel was called with."""
 
-    tmas: Operands
-    tensors: Operands
+    tmas: ForwardOperands
+    tensors: ForwardOperands
     lse: cute.Tensor | None
     max_scores: cute.Tensor | None
     order: TileScheduler
@@ -115,7 +115,7 @@ class Call(Fixed):
     keys: Rows
     splits: Int32 | None  # number of parts
     counter: cute.Tensor | None  # from which blocks draw their tiles
-    shares: Shares | EqualShares | None
+    shares: StreamK | EqualStreamK | None
 
     @property
     def tiles(self) -> Int32:
@@ -125,16 +125,16 @@ class Call(Fixed):
     def tile(self, number: Int32) -> WorkTile:
         return self.order.tile(number if self.splits is None else number % self.order.tiles)
 
-    def work(self, number: Int32, i: Int32) -> "Work":
+    def work(self, number: Int32, i: Int32) -> "ForwardWork":
         """The work tile with this number, which exists; of a share its i-th one."""
         portion: Portion | None = None
         if self.shares is not None:
             number, portion = self.shares.tile(number, i)
         tile = self.tile(number)
-        part = WHOLE if self.splits is None else Part(number // self.order.tiles, self.splits)
-        # keys begin where they are first seen (`Forward.placed`), which is not before the stretch
-        queries, keys = self.queries.sequence(tile.b).within(tile.stretch), self.keys.sequence(tile.b)
-        return Work(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part, portion)
+        part = WHOLE if self.splits is None else KvPart(number // self.order.tiles, self.splits)
+        # keys begin where they are first seen (`Forward.placed`), which is not before the segment
+        queries, keys = self.queries.sequence(tile.b).within(tile.segment), self.keys.sequence(tile.b)
+        return ForwardWork(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part, portion)
 
     def leaves(self, work, tile_queries: int) -> Leaves:
         q_len, kv_len = work.queries.length, work.keys.length
@@ -144,7 +144,7 @@ class Call(Fixed):
 
 
 @dataclasses.dataclass
-class Work(Fixed):
+class ForwardWork(Fixed):
     """Query tile `m` of head `h` of sequence `b`, where the rows of the sequence lie, and which part of its keys.
 
     Where a tile has rows of several heads, `h` counts in as many.
@@ -156,10 +156,10 @@ class Work(Fixed):
     kv_head: Int32
     queries: Sequence
     keys: Sequence
-    part: Part
+    part: KvPart
     portion: Portion | None  # of a tile that may be shared
 
     @property
-    def some(self) -> Part | Portion:
+    def some(self) -> KvPart | Portion:
         """Which of its tiles of keys."""
         return self.part if self.portion is None else self.portion

@@ -23,7 +23,7 @@ from ..tiles.tiling import BackwardTiling
 class KeyTile(Fixed):
     """A block's work: the `n`-th of the `count` tiles of keys of sequence `b`, for the query heads of one `kv_head`.
 
-    Where `queries` and `keys` are a stretch, it is the `n`-th there.
+    Where `queries` and `keys` are a segment, it is the `n`-th there.
     `backwards`: from the last query tile that sees it to the first.
     """
 

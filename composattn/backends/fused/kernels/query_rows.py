@@ -17,13 +17,15 @@ from ....primitives.values import Fixed, choose
 from ....primitives.visible_words import hide, hide_of_rows, rows_words, rows_words_by_mask, visible_words
 from ..planning.plan import AnyForwardTiling
 from ..tiles.traits import reads_by
-from .forward_call import Call, Work
+from .forward_call import ForwardCall, ForwardWork
 
 
-class Places(Fixed, Generic[AnyForwardTiling]):
+class RowPlaces(Fixed, Generic[AnyForwardTiling]):
     """Where the rows of one thread are; the first one is packed row `row` of the head."""
 
-    def __init__(self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: Work, row: Any) -> None:
+    def __init__(
+        self, tiling: AnyForwardTiling, shape: FragmentShape, heads: HeadRows, work: ForwardWork, row: Any
+    ) -> None:
         self.tiling, self.shape, self.work = tiling, shape, work
         first_q, self.slot = heads.place(row)
         self.first_q = work.queries.from_start(first_q)
@@ -38,7 +40,7 @@ class Places(Fixed, Generic[AnyForwardTiling]):
         return q, h, inside
 
 
-class QueryRows(Places[AnyForwardTiling]):
+class QueryRows(RowPlaces[AnyForwardTiling]):
     """A thread's rows with the mods at them; its first column of a kv tile is `column`."""
 
     def __init__(
@@ -47,7 +49,7 @@ class QueryRows(Places[AnyForwardTiling]):
         shape: FragmentShape,
         heads: HeadRows,
         mods: Mods,
-        work: Work,
+        work: ForwardWork,
         leaves: Leaves,
         row: Any,
         column: Any,
@@ -64,9 +66,9 @@ class QueryRows(Places[AnyForwardTiling]):
         return ScoreTile(self.shape, scores, self.work.b, self.head, self.first_q, first_kv)
 
     def loops(self, tiles: TileSequence) -> int:
-        """Over the segments of tiles, those that test in two ways counted twice."""
+        """Over the ranges of tiles, those that test in two ways counted twice."""
         tests = 1 if isinstance(self.mods.limits_hold, bool) else 2
-        return sum(tests if segment.tested else 1 for segment in tiles.segments())
+        return sum(tests if tile_range.tested else 1 for tile_range in tiles.tile_ranges())
 
     def look(self, n) -> Any:
         """What `hide` has to know of kv tile `n`, asked before there are scores; None: nothing."""
@@ -104,7 +106,7 @@ class QueryRows(Places[AnyForwardTiling]):
         is_first = self.work.part.index == 0
         return [None if sink is None else choose(is_first, sink, -Float32.inf) for sink in found]
 
-    def store_statistics(self, call: Call, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
+    def store_statistics(self, call: ForwardCall, softmax: OnlineSoftmax, row_lse: cute.Tensor, lane) -> None:
         """What is asked for of LSE and the largest score of each row."""
         if call.lse is not None:
             self._store_statistic(call.lse, row_lse, lane)

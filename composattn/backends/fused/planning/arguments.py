@@ -17,7 +17,7 @@ import torch
 from ....call.problem import Layout
 from ....call.sequences import Sequences
 from ....graph.expr import DType
-from ....primitives.stretch_entry import WIDE
+from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
 
@@ -64,7 +64,7 @@ class ForwardArguments(NamedTuple):
     captured: Any  # tuple of the tensors that mods read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
     counter: Any = None  # (1,) int32, zero: from which blocks draw their tiles, then flags of shares; see `counter`
-    left: Any = None  # (blocks * numbers,) fp32: what shares leave, see `composattn.primitives.shares`
+    left: Any = None  # (blocks * numbers,) fp32: what shares leave, see `composattn.primitives.stream_k`
 
     @staticmethod
     def of(plan: ForwardPlan) -> ForwardArguments:
@@ -300,12 +300,12 @@ def _sequences(layout: Layout) -> Sequences | None:
 
 def _work(plan: TiledPlan) -> TensorForm | None:
     """A table of the order of tiles, see `composattn.backends.fused.tiles.work`."""
-    return _table(plan.has_stretches, plan.has_order_table, plan.numbers_told)
+    return _table(plan.has_segments, plan.has_order_table, plan.metadata_numbers)
 
 
-def _table(has_stretches: bool, is_there: bool, numbers_told: int = 0) -> TensorForm | None:
-    if has_stretches:
-        return TensorForm(torch.int32, ("", WIDE + numbers_told), align=4 if numbers_told else 8)
+def _table(has_segments: bool, is_there: bool, metadata_numbers: int = 0) -> TensorForm | None:
+    if has_segments:
+        return TensorForm(torch.int32, ("", WIDE + metadata_numbers), align=4 if metadata_numbers else 8)
     return TensorForm(torch.int32, ("", 2), align=8) if is_there else None
 
 

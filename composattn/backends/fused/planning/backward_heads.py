@@ -12,7 +12,7 @@ import math
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ..tiles.coverage import differ, has_documents_apart, has_whole_documents
-from ..tiles.stretches import falls_apart
+from ..tiles.segments import falls_apart
 from ..tiles.target import Target
 from ..tiles.traits import padded
 
@@ -106,7 +106,7 @@ def _many_heads(problem: Problem, program: Program, target: Target) -> HeadsOf |
 def _heads_together(problem: Problem, target: Target, deterministic: bool) -> int | None:
     """Key/value heads at a time: few where the queries of one are more than L2 holds; else None.
 
-    Then so many as fill the multiprocessors once. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
+    Then so many as fill the SMs once. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
     call moved 8 times the bytes of DRAM that it has to. In a fixed order one is 24 % faster than four, two 15 %.
     """
     asked = problem.schedule.heads_together

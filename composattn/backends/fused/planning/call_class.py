@@ -43,7 +43,7 @@ BANDS = (128, 256, 512, 576, 768, 1152, 1600, 2304, 4224, 8448, 16384)
 BEYOND = 1 << 31
 
 
-class Mods(enum.Enum):
+class ModsKind(enum.Enum):
     """What becomes of scores and weights. A call is of the last of these that is true of it."""
 
     PLAIN = "no score mod"
@@ -55,7 +55,7 @@ class Mods(enum.Enum):
     DROPOUT = "dropout"
 
 
-class Mask(enum.Enum):
+class MaskKind(enum.Enum):
     """Which keys rows see. A forward is of the last of these that is true of it; a backward see `mask_of_keys`."""
 
     NONE = "no mask"
@@ -71,8 +71,8 @@ class Mask(enum.Enum):
     WHOLE = "documents seen whole"
 
 
-class Work(enum.Enum):
-    """How much there is, in tiles of so many queries (keys, in a backward) as a product has rows, by multiprocessor."""
+class Rounds(enum.Enum):
+    """How much there is, in tiles of so many queries (keys, in a backward) as a product has rows, by SM."""
 
     FEW_ROWS = "few rows"  # all of a sequence's queries, and heads that share keys, in one tile: decoding
     AT_ONCE = "tiles that run at once"
@@ -98,10 +98,10 @@ class CallClass:
     d: int
     dv: int
     sectors: bool
-    mods: Mods
-    mask: Mask
+    mods: ModsKind
+    mask: MaskKind
     packs: bool
-    work: Work
+    work: Rounds
     seen: int
     length: int
     fills: bool
@@ -147,7 +147,7 @@ def class_of(
         mods=mods_of(program),
         mask=mask_of(program) if direction == "forward" else mask_of_keys(problem, program),
         packs=heads > 1,
-        work=Work.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
+        work=Rounds.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
         seen=band(keys(problem) if few else _seen(problem, program, direction)),
         length=band(keys(problem) if direction == "forward" else queries(problem)),
         fills=_fills(problem) if direction == "forward" else _fills_queries(problem),
@@ -159,46 +159,46 @@ def band(count: float) -> int:
     return next((most for most in BANDS if count <= most), BEYOND)
 
 
-def mods_of(program: Program) -> Mods:
+def mods_of(program: Program) -> ModsKind:
     if program.keep is not None:
-        return Mods.DROPOUT
+        return ModsKind.DROPOUT
     if program.score is not None and is_line(program.score):
-        return Mods.LINE
+        return ModsKind.LINE
     if any(sums_by(program, pattern) for pattern in Pattern):
-        return Mods.LEARNED
+        return ModsKind.LEARNED
     if reads_pairs(program.score):
-        return Mods.PAIRS
+        return ModsKind.PAIRS
     if program.score is None:
-        return Mods.PLAIN
-    return Mods.OF_SCORE if is_of_score(program.score) else Mods.OTHER
+        return ModsKind.PLAIN
+    return ModsKind.OF_SCORE if is_of_score(program.score) else ModsKind.OTHER
 
 
-def mask_of(program: Program) -> Mask:
+def mask_of(program: Program) -> MaskKind:
     if program.mask is None:
-        return Mask.NONE
+        return MaskKind.NONE
     if captured_decide(program.intervals):
-        return Mask.DOCUMENTS
+        return MaskKind.DOCUMENTS
     if len(program.intervals) > 1:
-        return Mask.RUNS
+        return MaskKind.RUNS
     if has_opaque_test(program):
-        return Mask.OPAQUE
-    return Mask.TESTED if has_costly_test(program.mask) else Mask.BOUNDS
+        return MaskKind.OPAQUE
+    return MaskKind.TESTED if has_costly_test(program.mask) else MaskKind.BOUNDS
 
 
-def mask_of_keys(problem: Problem, program: Program) -> Mask:
+def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
     """Which queries see a key: documents with which tiles of keys begin, lists of what they visit, or bounds."""
     mask, reads = program.mask, reads_any(program.mask)
     if mask is None:
-        return Mask.NONE
+        return MaskKind.NONE
     if has_documents_apart(problem, program):
-        return Mask.WHOLE if has_whole_documents(problem, program) else Mask.DOCUMENTS
+        return MaskKind.WHOLE if has_whole_documents(problem, program) else MaskKind.DOCUMENTS
     if reads:
-        return Mask.READ if bounds_queries(mask) else Mask.LISTED
+        return MaskKind.READ if bounds_queries(mask) else MaskKind.LISTED
     if has_opaque_test(program):
-        return Mask.OPAQUE
+        return MaskKind.OPAQUE
     if has_costly_test(mask):
-        return Mask.TESTED
-    return Mask.ENDS if end_together(problem, program) else Mask.BOUNDS
+        return MaskKind.TESTED
+    return MaskKind.ENDS if end_together(problem, program) else MaskKind.BOUNDS
 
 
 def _layout(problem: Problem) -> LayoutKind:
@@ -208,16 +208,16 @@ def _layout(problem: Problem) -> LayoutKind:
     return "mixed" if layout.q != layout.kv else layout.q
 
 
-def _work(problem: Problem, target: Target, direction: Direction, heads: int, rows: int) -> Work:
+def _work(problem: Problem, target: Target, direction: Direction, heads: int, rows: int) -> Rounds:
     if direction == "forward":
         tiles = query_tiles(problem, heads, rows) * problem.batch
     else:
         tiles = -(-keys(problem) // rows) * problem.kv_heads * problem.batch
     if tiles <= target.sms:
-        return Work.AT_ONCE
+        return Rounds.AT_ONCE
     if 2 * tiles <= 3 * target.sms:
-        return Work.ROUND_AND_A_HALF
-    return Work.FEW_ROUNDS if tiles <= 4 * target.sms else Work.ROUNDS
+        return Rounds.ROUND_AND_A_HALF
+    return Rounds.FEW_ROUNDS if tiles <= 4 * target.sms else Rounds.ROUNDS
 
 
 def _fills(problem: Problem) -> bool:

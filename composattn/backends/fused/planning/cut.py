@@ -1,4 +1,4 @@
-"""Which tiles of keys of a backward are computed in pieces, one block per piece, so that no multiprocessor idles."""
+"""Which tiles of keys of a backward are computed in pieces, one block per piece, so that no SM idles."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 # in query tiles of one tile of keys, on an H200: what a block takes beside its query tiles, what the kernel that adds
-# up the pieces takes, and what a piece's sums take on their way through memory with all multiprocessors at it
+# up the pieces takes, and what a piece's sums take on their way through memory with all SMs at it
 BLOCK, GATHER, PIECE = 2.0, 1.5, 0.03
 SHORTEST = 6  # query tiles of a piece
 MOST_PIECES = 16
-MANY = 4  # tiles per multiprocessor; where there are more, none is cut, but of equally long ones those of a last round
+MANY = 4  # tiles per SM; where there are more, none is cut, but of equally long ones those of a last round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked
 
     `lengths`: query tiles that the tiles of a head visit for one of the `group` of query heads, in their order. Pieces
     are some of these heads: those along queries would wait for each other's turns. Sections are of as many heads as are
-    `asked` for, or fill the multiprocessors, and then at least two; or there is one, of tiles that all run at once.
+    `asked` for, or fill the SMs, and then at least two; or there is one, of tiles that all run at once.
     """
     tiles, longest = len(lengths) * heads, max(lengths, default=0) * group
     best = math.inf, Cut(tiles, tiles, 1), heads
@@ -105,7 +105,7 @@ def _pieces(lengths: Sequence[int], cut: Cut) -> Iterable[float]:
 
 
 def _makespan(times: Iterable[float], sms: int) -> float:
-    """When the last block ends, each started on the multiprocessor that is free first."""
+    """When the last block ends, each started on the SM that is free first."""
     free = [0.0] * sms
     for time in times:
         heapq.heapreplace(free, free[0] + time)

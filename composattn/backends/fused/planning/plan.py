@@ -26,9 +26,9 @@ from ..rewrites.invariant import refuse_order
 from ..rewrites.strips import of_whole_rows
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
-from ..tiles.order import LAST_QUERIES_FIRST, order_in_stretches, order_of
+from ..tiles.order import LAST_QUERIES_FIRST, order_in_segments, order_of
 from ..tiles.scheduler import Scheduler
-from ..tiles.stretches import stretches_of
+from ..tiles.segments import segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import ForwardTiling, Tiling
 from ..tiles.traits import extent_of, queries
@@ -90,17 +90,17 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 class TiledPlan(Plan, Generic[AnyTiling]):
     """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table.
 
-    `has_stretches`: tiles begin with the stretches that the table says.
+    `has_segments`: tiles begin with the segments that the table says.
     """
 
     head_dim: int
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
-    has_stretches: bool = False
+    has_segments: bool = False
 
     @property
-    def numbers_told(self) -> int:
+    def metadata_numbers(self) -> int:
         """Numbers that the table has for each tile besides its segment."""
         return 0
 
@@ -278,17 +278,17 @@ def forward_of(
     read = (*program.captures, *(() if lists is None else lists.captures))
     visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    stretches = stretches_of(problem, program) if posed.segments and tiling.in_stretches and lists is None else None
-    if stretches is None:
+    segments = segments_of(problem, program) if posed.segments and tiling.in_segments and lists is None else None
+    if segments is None:
         order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
     else:
-        order, work = order_in_stretches(problem, stretches, tiling.queries, heads, target.sms)
+        order, work = order_in_segments(problem, segments, tiling.queries, heads, target.sms)
     parts = splits(problem, tiling, target)
     check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
     return ForwardPlan(
         **compiled_in(problem, target),
         has_order_table=work is not None,
-        has_stretches=stretches is not None,
+        has_segments=segments is not None,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,

@@ -16,15 +16,15 @@ from ....analysis.tile_lists import QueryLists, made_lists
 from ....call.problem import Problem
 from ....graph.expr import Capture, DType, Expr
 from ....graph.expr import captures as captures_of
-from ....primitives.stretch_entry import told_numbers
+from ....primitives.segment_entry import metadata_numbers
 from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
-from ..tiles.order import exchanged, mirror, order_of_keys, order_of_keys_in_stretches
-from ..tiles.stretches import Stretches, stretches_of
+from ..tiles.order import exchanged, mirror, order_of_keys, order_of_keys_in_segments
+from ..tiles.segments import Segments, segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import BackwardTiling
 from ..tiles.traits import extent_of
-from ..tiles.work import WorkTables, entries, fixed_visits, stretch_tables, work_tables
+from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among
 
@@ -32,8 +32,8 @@ COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which 
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
 
 
-class Told(NamedTuple):
-    """What a table says of tiles of keys, see `primitives.emit_told`: no kernel computes their bounds then."""
+class TileMetadata(NamedTuple):
+    """What a table says of tiles of keys, see `primitives.emit_metadata`: no kernel computes their bounds then."""
 
     groups: int
     reads: tuple[Expr, ...]
@@ -53,7 +53,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the tiles, and why
     # of `Sequences`, mirrored for tiles of keys
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
-    told: Told | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with stretches
+    metadata: TileMetadata | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with segments
     # None: no tile of keys is cut
     cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
     in_pieces: bool  # several blocks share some tiles of keys
@@ -69,8 +69,8 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return derived_among(self.program, ends_of(self.intervals, self.limits))
 
     @property
-    def numbers_told(self) -> int:
-        return 0 if self.told is None else told_numbers(self.told.groups, len(self.told.reads))
+    def metadata_numbers(self) -> int:
+        return 0 if self.metadata is None else metadata_numbers(self.metadata.groups, len(self.metadata.reads))
 
     def __str__(self) -> str:
         t = self.tiling
@@ -168,7 +168,7 @@ def backward_of(
 
     `deterministic`: dQ is bitwise the same in every run, as dK and dV always are.
     `sinks`: those that get a gradient.
-    `cut`: which tiles of keys several blocks share, by default as keeps the multiprocessors busy.
+    `cut`: which tiles of keys several blocks share, by default as keeps the SMs busy.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
     """
@@ -183,33 +183,33 @@ def backward_of(
     intervals = visited if lists is None else ()
     ends = ends_of(intervals, limits)
     at_once = target.sms // chosen.sharing
-    stretches = _stretches(posed, chosen, sinks) if lists is None and cut in (None, "auto") else None
-    on_host = lists is None and stretches is None and problem.layout.is_dense
+    segments = _segments(posed, chosen, sinks) if lists is None and cut in (None, "auto") else None
+    on_host = lists is None and segments is None and problem.layout.is_dense
     cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
     rows: WorkTables | None
-    told = None
-    if stretches is None:
+    metadata = None
+    if segments is None:
         ordered_by = intervals if lists is None else None
         order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
         packed = problem.layout.q == "packed"
         rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
     else:
-        told, intervals, ends = Told(chosen.key_groups, stretches.reads), (), ends_of((), limits)
-        order, keys = order_of_keys_in_stretches(
-            problem, stretches, chosen.tile_n, deterministic, at_once, chosen.key_groups
+        metadata, intervals, ends = TileMetadata(chosen.key_groups, segments.reads), (), ends_of((), limits)
+        order, keys = order_of_keys_in_segments(
+            problem, segments, chosen.tile_n, deterministic, at_once, chosen.key_groups
         )
-        rows = stretch_tables(problem, chosen.tile_m, "in_order", stretches, of_keys=False)
+        rows = segment_tables(problem, chosen.tile_m, "in_order", segments, of_keys=False)
     known = compiled_in(problem, target)
     of_rows: OfRows = {
         "has_order_table": rows is not None,
-        "has_stretches": stretches is not None,
+        "has_segments": segments is not None,
         "sinks": sinks,
         "in_one_row": max(problem.q_heads, problem.batch) > MOST_ACROSS,
     }
     check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
     pieces = 1 if cut is None else cut.pieces
     check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
-    by_table: OfKeys = {"has_order_table": keys is not None, "has_stretches": stretches is not None}
+    by_table: OfKeys = {"has_order_table": keys is not None, "has_segments": segments is not None}
     main = BackwardPlan(
         **known,
         **by_table,
@@ -223,7 +223,7 @@ def backward_of(
         lists=lists,
         order=order,
         work=keys,
-        told=told,
+        metadata=metadata,
         cut=cut,
         in_pieces=cut is not None,
     )
@@ -239,25 +239,25 @@ class OfKeys(TypedDict):
     """What kernels over tiles of keys have alike."""
 
     has_order_table: bool
-    has_stretches: bool
+    has_segments: bool
 
 
 class OfRows(TypedDict):
     """What the kernels before and behind the main one have alike."""
 
     has_order_table: bool
-    has_stretches: bool
+    has_segments: bool
     sinks: SinkForm | None
     in_one_row: bool
 
 
-def _stretches(posed: Posed, tiling: BackwardTiling, sinks: SinkForm | None) -> Stretches | None:
+def _segments(posed: Posed, tiling: BackwardTiling, sinks: SinkForm | None) -> Segments | None:
     """Segments of documents by ids, with which tiles begin.
 
     Shares of gradients of sinks by sequence have no place where blocks come by a table.
     """
-    served = posed.segments and tiling.in_stretches and not (sinks is not None and sinks.by_sequence)
-    return stretches_of(posed.problem, posed.program.without_sink) if served else None
+    served = posed.segments and tiling.in_segments and not (sinks is not None and sinks.by_sequence)
+    return segments_of(posed.problem, posed.program.without_sink) if served else None
 
 
 def _pieces(

@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 class Posed:
     """A call as it is planned in one direction.
 
-    `segments`: its mask falls apart, so tiles may begin with the parts (`stretches`). `tiling_is_given`: nobody chooses
+    `segments`: its mask falls apart, so tiles may begin with the parts (`segments`). `tiling_is_given`: nobody chooses
     one, so what needs tiles of a kind can't ask for it.
     """
 

@@ -25,7 +25,7 @@ MOST = 4  # calls in place of one: each costs the host as much as a call does
 LONG = 2e10
 
 
-class Group(NamedTuple):
+class ResidueGroup(NamedTuple):
     """Some residues from `first` on, with equally many queries and keys each."""
 
     first: int
@@ -75,11 +75,11 @@ def _apart(problem: Problem, program: Program, step: int) -> Apart:
     )
 
 
-def groups(problem: Problem, step: int) -> list[Group]:
+def groups(problem: Problem, step: int) -> list[ResidueGroup]:
     """Residues of equal lengths: three groups at most, as queries and keys each end somewhere in a round."""
     ends = sorted({0, problem.q_len % step, problem.kv_len % step, step})
     return [
-        Group(first, stop - first, _length(problem.q_len, step, first), _length(problem.kv_len, step, first))
+        ResidueGroup(first, stop - first, _length(problem.q_len, step, first), _length(problem.kv_len, step, first))
         for first, stop in itertools.pairwise(ends)
     ]
 
@@ -89,10 +89,10 @@ def _length(length: int, step: int, residue: int) -> int:
     return (length - residue + step - 1) // step
 
 
-def _of(group: Group, problem: Problem) -> Problem:
+def _of(group: ResidueGroup, problem: Problem) -> Problem:
     return dataclasses.replace(problem, batch=group.residues, q_len=group.q_len, kv_len=group.kv_len)
 
 
-def _program_of(group: Group, program: Program, step: int) -> Program:
+def _program_of(group: ResidueGroup, program: Program, step: int) -> Program:
     mods = program.score, program.mask
     return Program(*(None if graph is None else of_residue(graph, step, group.first) for graph in mods))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..tiles.coverage import has_documents_apart
-from ..tiles.stretches import falls_apart
+from ..tiles.segments import falls_apart
 from .posed import Found, Nothing, Posed, Rewritten
 
 

@@ -17,7 +17,7 @@ from ....analysis.refreshed import memory_is_ours
 from ....analysis.streams import has_streams
 
 # of a device, 64 KiB: as many streams and recorded launches get one each; fewer have flags too, 2 MiB with 8 of each
-# of 132 multiprocessors
+# of 132 SMs
 MANY, MANY_WITH_FLAGS = 1 << 14, 1 << 9
 
 

@@ -18,7 +18,7 @@ from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import Launchable, compile_plan
 from ..planning.arguments import CombineArguments, ForwardArguments
 from ..planning.plan import ForwardPlan
-from ..tiles.work import StretchTables
+from ..tiles.work import SegmentTables
 from .bulk import readable
 from .captured import Reads
 from .counter import counter_of
@@ -195,7 +195,7 @@ class ForwardLauncher:
     ) -> torch.Tensor:
         plan = self.plan
         assert plan.work is not None
-        if isinstance(plan.work, StretchTables):
+        if isinstance(plan.work, SegmentTables):
             return plan.work.of_call(self.reads.at_call(captured))
         counts = None if self.reads.lists is None else self.reads.counts(reads)
         return plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)

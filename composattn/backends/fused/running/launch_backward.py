@@ -16,8 +16,8 @@ from ..compiling.compile import compile_plan
 from ..planning.arguments import PiecesArguments
 from ..planning.plan_backward import COUNTER, BackwardPlans
 from ..rewrites.strips import KeyParts
-from ..tiles.stretches import most_places
-from ..tiles.work import StretchTables
+from ..tiles.segments import most_places
+from ..tiles.work import SegmentTables
 from .backward_kernels import Kernel, SinkGradient, Tables, launches
 from .bulk import copyable
 from .captured import Reads
@@ -27,7 +27,7 @@ from .scratch import Memory, Scratch, kept
 _STRIDES_LIMIT = 64
 
 
-class _Sizes(NamedTuple):
+class _WorkspaceSizes(NamedTuple):
     """Sizes of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
@@ -75,7 +75,7 @@ class BackwardLauncher:
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
-        self.sizes: _Sizes | None = None  # of the latest dense call
+        self.sizes: _WorkspaceSizes | None = None  # of the latest dense call
 
     @cached_property
     def preprocess(self) -> Kernel:
@@ -237,7 +237,7 @@ class BackwardLauncher:
     ) -> Tables:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.preprocess.work, self.plans.main
-        if isinstance(rows, StretchTables) and isinstance(main.work, StretchTables):
+        if isinstance(rows, SegmentTables) and isinstance(main.work, SegmentTables):
             at_call = self.reads.at_call(captured)
             return rows.of_call(at_call), main.work.of_call(at_call)
         total = k.shape[0] if main.layout.kv == "packed" else None
@@ -261,21 +261,21 @@ class BackwardLauncher:
         workspace = torch.empty(size, dtype=torch.float32, device=dk.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=count, pieces=cut.pieces)
 
-    def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _Sizes:
+    def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _WorkspaceSizes:
         """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
             if self.key_parts is not None:
                 batch, q_len = self.key_parts.of_queries(batch, q_len)
-            tiles = most_places(q_len, tile_m) if self.plans.main.has_stretches else -(-q_len // tile_m)
+            tiles = most_places(q_len, tile_m) if self.plans.main.has_segments else -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape
             batch, tiles = 1, total // tile_m + sequences.cu_q.shape[0] - 1
         rows, width = batch * heads * tiles * tile_m, tile_m * self.tiling.d
         blocks = batch * tiles if table is None else table.shape[0]
         shares = 0 if self.plans.preprocess.sinks is None else blocks
-        found = _Sizes(
+        found = _WorkspaceSizes(
             of=q.shape,
             workspace=COUNTER + 2 * rows + (self.tiling.flags(tiles) * batch + shares) * heads,
             sums=(batch, heads, tiles, width),

@@ -12,7 +12,7 @@ from ....call.problem import Problem
 from ....graph.expr import Dep, index
 from ....graph.rebuilt import substitute
 from .order import exchanged, mirror
-from .stretches import falls_apart
+from .segments import falls_apart
 from .tiling import BackwardTiling
 from .traits import bounds_queries, changes_weights, extent_of, has_bounded_documents, has_costly_test, padded
 from .work import fixed_visits

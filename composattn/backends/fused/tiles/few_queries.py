@@ -83,7 +83,7 @@ class Time(abc.ABC):
 
 
 class TimeOfComputing(Time):
-    """In kv tiles (1.5 µs on an H200): all rounds of blocks over the multiprocessors, each block its tiles and two more
+    """In kv tiles (1.5 µs on an H200): all rounds of blocks over the SMs, each block its tiles and two more
     to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
 
     A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
@@ -117,13 +117,13 @@ class TimeOfReading(Time):
     """
 
     MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster
-    # Least of a round by which some multiprocessors have one block more than others, of as many full ones: blocks that
+    # Least of a round by which some SMs have one block more than others, of as many full ones: blocks that
     # are far ahead take more than their share of what memory gives. Two stages share alike
     SECOND = 0.7
-    SHALLOW = 1.02  # of the time, where a multiprocessor has one block of two stages alone
+    SHALLOW = 1.02  # of the time, where an SM has one block of two stages alone
     FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
     COMBINE, EACH_PART = 2.65, 0.035
-    OF_RATE = 0.964  # of what memory can give, where all multiprocessors read
+    OF_RATE = 0.964  # of what memory can give, where all SMs read
     TO_FEW = 0.08  # of the time, how much more it takes as fewer of them do
     # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
     KEPT, OF_L2 = 45 << 20, 1.7
@@ -133,7 +133,7 @@ class TimeOfReading(Time):
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
         bytes_of_tile = tiling.tile_n * (tiling.d + tiling.dv) * problem.dtype.itemsize
-        # a tile of keys for each multiprocessor
+        # a tile of keys for each SM
         rate = self.OF_RATE * target.memory_rate * 1e3
         read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
         self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))

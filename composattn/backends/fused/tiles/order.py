@@ -9,15 +9,15 @@ from ....analysis.bands import EVERYTHING, TileInterval
 from ....analysis.program import Program
 from ....call.problem import DENSE, Problem
 from ....graph.expr import index
-from .stretches import Stretches, most_tiles
+from .segments import Segments, most_tiles
 from .work import (
-    StretchTables,
+    SegmentTables,
     TableOrder,
     WorkTables,
     ascends,
     descends,
     entries,
-    stretch_tables,
+    segment_tables,
     visits_now,
     work_tables,
 )
@@ -27,10 +27,10 @@ Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: l
 
 
 @dataclasses.dataclass(frozen=True)
-class Formula:
+class OrderFormula:
     """The order of a kernel that is given no table. `in_order`: it is that of the tiles.
 
-    `of_sequences`: that of packed ones, and of stretches, where nothing is asked for.
+    `of_sequences`: that of packed ones, and of segments, where nothing is asked for.
     """
 
     is_longest_first: Callable[[Problem, tuple[TileInterval, ...], int, int], bool | None]
@@ -39,12 +39,12 @@ class Formula:
     of_sequences: TableOrder
 
 
-LAST_QUERIES_FIRST = Formula(
+LAST_QUERIES_FIRST = OrderFormula(
     ascends, "the last query tile of a head first, as none visits less than those before it", False, "longest_first"
 )
 # what tiles of keys read and add to is eight times what a query tile reads: a document of eight heads is 8 MB of 1k
 # tokens. Eight documents gain 1 to 14 % by sequences
-FIRST_KEYS_FIRST = Formula(
+FIRST_KEYS_FIRST = OrderFormula(
     descends,
     "the first keys first, as none are seen by fewer queries than those behind them",
     True,
@@ -71,7 +71,7 @@ def order_of_keys(
 
 
 def order_of(
-    formula: Formula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
+    formula: OrderFormula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
 ) -> Ordered:
     """The order of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
     packed = problem.layout.q == "packed"
@@ -95,9 +95,9 @@ def order_of(
     return made, work_tables(problem, intervals, tile_m, tile_n, order)
 
 
-def order_in_stretches(
-    problem: Problem, stretches: Stretches, tile: int, heads: int, at_once: int, of_keys: bool = False, groups: int = 0
-) -> tuple[str, StretchTables]:
+def order_in_segments(
+    problem: Problem, segments: Segments, tile: int, heads: int, at_once: int, of_keys: bool = False, groups: int = 0
+) -> tuple[str, SegmentTables]:
     """The order of tiles of so many queries, or keys (in `groups`), that begin with segments."""
     wanted = problem.schedule.order
     formula = FIRST_KEYS_FIRST if of_keys else LAST_QUERIES_FIRST
@@ -106,16 +106,16 @@ def order_in_stretches(
     if wanted == "auto" and problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once:
         order, words = "in_order", "in order, as all tiles run at once"
     made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
-    return made, stretch_tables(problem, tile, order, stretches, of_keys, groups)
+    return made, segment_tables(problem, tile, order, segments, of_keys, groups)
 
 
-def order_of_keys_in_stretches(
-    problem: Problem, stretches: Stretches, tile: int, deterministic: bool, at_once: int, groups: int
-) -> tuple[str, StretchTables]:
+def order_of_keys_in_segments(
+    problem: Problem, segments: Segments, tile: int, deterministic: bool, at_once: int, groups: int
+) -> tuple[str, SegmentTables]:
     """`order_of_keys` for tiles that begin with segments, with metadata of `groups` of keys."""
     if deterministic:
-        return LAST_KEYS_FIRST, stretch_tables(problem, tile, "last_keys_first", stretches, True, groups)
-    return order_in_stretches(problem, stretches, tile, problem.kv_heads, at_once, True, groups)
+        return LAST_KEYS_FIRST, segment_tables(problem, tile, "last_keys_first", segments, True, groups)
+    return order_in_segments(problem, segments, tile, problem.kv_heads, at_once, True, groups)
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------

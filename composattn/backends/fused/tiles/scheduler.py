@@ -10,7 +10,7 @@ class Scheduler(enum.Enum):
 
     Drawn `EARLY`, before the copies of the tile before it start, or `LATE`, behind them: about 1 µs later, but the tile
     goes to a block that is free sooner. Stream-K gives blocks keys of equal number, not tiles: of all tiles
-    (`primitives.equal_shares`), or of the last ones, which are no whole rounds (`primitives.shares`).
+    (`primitives.equal_stream_k`), or of the last ones, which are no whole rounds (`primitives.stream_k`).
     """
 
     ONE_TILE = "one block per tile"

@@ -17,9 +17,9 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-    what one multiprocessor has. `memory_rate`: of device memory, in GB/s.
+    what one SM has. `memory_rate`: of device memory, in GB/s.
 
-    Rates are of one multiprocessor: 16-bit operations of the matrix unit (a multiply-add is two), results of
+    Rates are of one SM: 16-bit operations of the tensor core (a multiply-add is two), results of
     exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
     all instructions (CUDA C++ Programming Guide, compute capability 9.0, taken to hold for 10.0 and 10.3; that the
     doubled exponentials of 10.3 leave other special functions as they were is assumed). `maximum_by_load`: what loads

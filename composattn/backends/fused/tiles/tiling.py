@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....primitives.exponential_units import HARDWARE, ExponentialUnits
-from ....primitives.lag import WHATEVER_SUMS, Lag
+from ....primitives.rescale_threshold import BY_LOG2_ALONE, RescaleThreshold
 from .scheduler import Scheduler
 from .target import Target
 from .traits import keys, queries, reads_pairs
@@ -58,8 +58,8 @@ class Tiling(abc.ABC):
     heads_together: int | None = None
 
     @property
-    def in_stretches(self) -> bool:
-        """Whether tiles of its kernel can begin with stretches of rows that see only each other, if there are such."""
+    def in_segments(self) -> bool:
+        """Whether tiles of its kernel can begin with segments of rows that see only each other, if there are such."""
         return False
 
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class ForwardTiling(Tiling):
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
     `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
-    multiprocessor holds at once. `lag`: how far a row's maximum may be below its largest score, so that the output is
+    SM holds at once. `threshold`: how far a row's maximum may be below its largest score, so that the output is
     not rescaled.
     """
 
@@ -98,7 +98,7 @@ class ForwardTiling(Tiling):
     exponential: ExponentialUnits = HARDWARE
     blocks: int = 1
     scheduler: Scheduler = Scheduler.ONE_TILE
-    lag: Lag = WHATEVER_SUMS
+    threshold: RescaleThreshold = BY_LOG2_ALONE
 
     @property
     def slots(self) -> int:
@@ -163,7 +163,7 @@ class ForwardTiling(Tiling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowForwardTiling(ForwardTiling):
-    """Products lie in memory of the matrix unit, a row a thread, in `query_tiles`; each has `score_places` there.
+    """Products lie in memory of the tensor core, a row a thread, in `query_tiles`; each has `score_places` there.
 
     The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
     `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
@@ -253,7 +253,7 @@ class BackwardTiling(Tiling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBackwardTiling(BackwardTiling):
-    """Products lie in memory of the matrix unit, a row a thread: `groups` of threads share the queries of a tile.
+    """Products lie in memory of the tensor core, a row a thread: `groups` of threads share the queries of a tile.
 
     `dq_at_once`: columns of a row of dQ that a thread has in registers, which leave in parts of `dq_part` through two
     buffers. `distances`: numbers in shared memory through which sums of gradients by distance pass.

@@ -28,7 +28,7 @@ from ....call.schedule import Order
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.evaluate import Env, Repeated
 from ....graph.expr import Capture, Dep, Expr, captures, inputs
-from .stretches import Stretches
+from .segments import Segments
 
 TableOrder = Order | Literal["longest_sequences_first", "last_keys_first"]
 WITHOUT_WORK = ("in_order", "longest_sequences_first", "last_keys_first")  # it does not matter what tiles visit
@@ -73,7 +73,7 @@ def kv_lengths(problem: Problem, sequences: Sequences) -> Any:
     return problem.kv_len if sequences.cu_k is None else sequences.cu_k.diff()
 
 
-class Visits:
+class TileVisits:
     """How many tiles of keys each query tile visits, by the mask's intervals.
 
     Called again, it looks at captured tensors and run-time numbers again, not at `sequences`.
@@ -131,7 +131,7 @@ def _whole(positions: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def visited_by_lists(tiles: QueryTiles, counts: torch.Tensor) -> torch.Tensor:
-    """Visited tiles from the counts of `KeyLists`, or of `QueryLists` for tiles of keys; see `Visits`."""
+    """Visited tiles from the counts of `KeyLists`, or of `QueryLists` for tiles of keys; see `TileVisits`."""
     of_all_heads = counts.sum((0, 2)) if counts.ndim == 4 else counts.sum(1)  # (B|1, Tq)
     return of_all_heads[tiles.b.clamp(max=of_all_heads.shape[0] - 1), tiles.m.clamp(max=of_all_heads.shape[1] - 1)]
 
@@ -174,9 +174,11 @@ class WorkTables:
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
         self.by_work = order not in WITHOUT_WORK
         self.captures, self.scalars = inputs(*_ends(intervals if self.by_work else None))
-        self.dense: dict[int | None, Visits] = {}  # by the stream, where neither the tiles nor the lengths ever change
+        self.dense: dict[
+            int | None, TileVisits
+        ] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self.lying: dict[int | None, torch.Tensor] = {}  # by the stream
-        self._own = _OfThread()
+        self._own = _ThreadTables()
 
     @property
     def made(self) -> OrderedDict[Hashable, Refreshed[torch.Tensor | None]]:
@@ -233,59 +235,59 @@ class WorkTables:
                 return by_sequence(tiles, self.order)
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
-    def _visits(self, sequences: Sequences, rows: int | None) -> Visits:
+    def _visits(self, sequences: Sequences, rows: int | None) -> TileVisits:
         stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
         found = None if derives_anew() else self.dense.get(stream)
         if found is not None:
             return found
         tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
-        visits = Visits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
+        visits = TileVisits(self.problem, sequences, tiles, self.intervals or (), self.tile_m, self.tile_n)
         if may_cache() and not derives_anew() and all(t is None for t in sequences):
             self.dense[stream] = visits
         return visits
 
 
-class StretchTables(WorkTables):
-    """`WorkTables` of tiles that begin with segments: int32 (entries, 6), see `Stretches.tiles`.
+class SegmentTables(WorkTables):
+    """`WorkTables` of tiles that begin with segments: int32 (entries, 6), see `Segments.tiles`.
 
     The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
-    With `groups` of keys in a tile it is told what they see, see `Stretches.tiles_of_keys`.
+    With `groups` of keys in a tile it has metadata of what they see, see `Segments.tiles_of_keys`.
     """
 
     def __init__(
-        self, problem: Problem, tile: int, order: TableOrder, stretches: Stretches, of_keys: bool, groups: int
+        self, problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool, groups: int
     ) -> None:
         super().__init__(problem, None, tile, tile, order)
-        self.captures = stretches.told.sources
-        self.stretches, self.of_keys = stretches, of_keys
-        self.tiles = stretches.tiles_of_keys(tile, groups) if groups else stretches.tiles(tile)
+        self.captures = segments.layout.sources
+        self.segments, self.of_keys = segments, of_keys
+        self.tiles = segments.tiles_of_keys(tile, groups) if groups else segments.tiles(tile)
 
     def of_call(self, given: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
         """The table of a call that is given these for captured tensors.
 
         Of copies that hold what captured tensors held before, as a backward may be given, there is one for each call.
         """
-        told = value_of(self.stretches.told, given)
-        if told is self.stretches.told.kept:
+        layout = value_of(self.segments.layout, given)
+        if layout is self.segments.layout.kept:
             return self(NO_SEQUENCES)
         with torch.no_grad():
-            return self._sorted(self.tiles.recipe(told), told)
+            return self._sorted(self.tiles.recipe(layout), layout)
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         self.tiles.refresh()
-        return self._sorted(self.tiles.tensor, self.stretches.told.tensor)
+        return self._sorted(self.tiles.tensor, self.segments.layout.tensor)
 
-    def _sorted(self, tiles: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+    def _sorted(self, tiles: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
         if self.order == "in_order":
             return tiles.clone()
         if self.order == "last_keys_first":
             tiles = tiles.flip(0)
-        rows = tiles[:, 3] - tiles[:, 2]  # of the stretch; none where there is no tile
-        work = self.stretches.seen(told)[self.of_keys][tiles[:, 5]] if self.by_work else rows
+        rows = tiles[:, 3] - tiles[:, 2]  # of the segment; none where there is no tile
+        work = self.segments.seen(layout)[self.of_keys][tiles[:, 5]] if self.by_work else rows
         return tiles[work.argsort(descending=self.order != "shortest_first", stable=True)]
 
 
-class _OfThread(threading.local):
+class _ThreadTables(threading.local):
     def __init__(self) -> None:
         self.made: OrderedDict[Hashable, Refreshed[torch.Tensor | None]] = OrderedDict()
 
@@ -306,14 +308,14 @@ def work_tables(
     return found
 
 
-def stretch_tables(
-    problem: Problem, tile: int, order: TableOrder, stretches: Stretches, of_keys: bool, groups: int = 0
-) -> StretchTables:
-    """The `StretchTables` of tiles of queries, or of keys, which layers of one mask share."""
-    key = (stretches.told, tile, order, of_keys, groups)
+def segment_tables(
+    problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool, groups: int = 0
+) -> SegmentTables:
+    """The `SegmentTables` of tiles of queries, or of keys, which layers of one mask share."""
+    key = (segments.layout, tile, order, of_keys, groups)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = StretchTables(problem, tile, order, stretches, of_keys, groups)
+        found = _forms[key] = SegmentTables(problem, tile, order, segments, of_keys, groups)
     return found  # type: ignore[return-value]
 
 
@@ -345,7 +347,7 @@ def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: in
     batch = problem.batch if any(end.deps & Dep.B for end in ends) else 1
     b, m = torch.arange(batch)[:, None], torch.arange(-(-problem.q_len // tile_m)).expand(batch, -1)
     tiles = QueryTiles(b, m, problem.q_len)
-    return Visits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
+    return TileVisits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
 
 
 def tensors_decide(intervals: tuple[TileInterval, ...]) -> bool:

@@ -1,1 +1,1 @@
-"""Kernels before and behind the main one, with no matrix unit: statistics, rounding, sums of parts."""
+"""Kernels before and behind the main one, with no tensor core: statistics, rounding, sums of parts."""

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from .....primitives.register_chunks import THREADS, load_part
 from .....primitives.seqlen import Stored, rows_of
 from .....primitives.swizzled_tiles import tile_layout
-from .....primitives.tile_scheduler import Stretch
+from .....primitives.tile_scheduler import Segment
 from ...planning.arguments import GatherArguments
 from ...planning.plan_backward import AnyTiling, GatherPlan
 from ...tiles.architecture import Kernel
@@ -54,7 +54,7 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         outputs = []
         for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):
             box = (self.rows, columns // self.across)
-            stored = keys.for_stores(tensor, box[0]) if self.plan.has_stretches else keys.for_copies(tensor)
+            stored = keys.for_stores(tensor, box[0]) if self.plan.has_segments else keys.for_copies(tensor)
             store = cpasync.CopyBulkTensorTileS2GOp()
             outputs.append(cpasync.make_tiled_tma_atom(store, stored, self.layout(box[1]), box))
         made = pieces_of(tiling, given.pieces)
@@ -108,8 +108,8 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         b, head, n, stop = [place[i] for i in range(4)]
         row, column = (group, 0) if self.across == 1 else (group // self.across, group % self.across)
         sequence = keys.sequence(b)
-        if self.plan.has_stretches:
-            sequence = sequence.within(Stretch(n, stop, Int32(0)))
+        if self.plan.has_segments:
+            sequence = sequence.within(Segment(n, stop, Int32(0)))
         else:
             row = n * (self.tiling.tile_n // self.rows) + row
         return sequence.stored(tensor, head, (self.rows, columns), row, column)

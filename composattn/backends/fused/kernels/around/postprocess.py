@@ -62,7 +62,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         self.dtype = given.dq.element_type
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
-        dq = queries.for_stores(given.dq, self.rows) if self.plan.has_stretches else queries.for_copies(given.dq)
+        dq = queries.for_stores(given.dq, self.rows) if self.plan.has_segments else queries.for_copies(given.dq)
         box = in_copies(queries, self.rows, tiling.d)
         tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
         sinks = SinkSums.of(self.plan, given)
@@ -84,7 +84,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
             self.finish(*of_tiles, queries.sequence(b), tile, head, b)
         else:
             if b >= 0:
-                sequence = queries.sequence(b).within(self.blocks(dq_accum, work).stretch())
+                sequence = queries.sequence(b).within(self.blocks(dq_accum, work).segment())
                 self.finish(*of_tiles, sequence, tile, head, b)
 
     @cute.jit

@@ -67,7 +67,7 @@ class Preprocess(Kernel):
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(cleared is not None):
-            _clear_of_head(cleared, blocks, self.plan.has_stretches)
+            _clear_of_head(cleared, blocks, self.plan.has_segments)
             handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
             _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(claims is not None):
@@ -80,7 +80,7 @@ class Preprocess(Kernel):
             share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
         else:
             if b >= 0:
-                place = queries.sequence(b).within(blocks.stretch()), tile, head, b
+                place = queries.sequence(b).within(blocks.segment()), tile, head, b
                 share = self.prepare(out, dout, lse, dlse, sink, statistics, dq_accum, *place)
         if const_expr(sinks is not None):
             sinks.leave(blocks, share, head, b, THREADS)
@@ -154,11 +154,11 @@ def _clear_if(counter: cute.Tensor, condition: Boolean):
 
 
 @cute.jit
-def _clear_of_head(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], in_stretches: cutlass.Constexpr[bool]):
-    """That no tile of a head is cleared yet, or complete; of stretches a block for each sequence says so."""
+def _clear_of_head(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], in_segments: cutlass.Constexpr[bool]):
+    """That no tile of a head is cleared yet, or complete; of segments a block for each sequence says so."""
     x, head, entry = blocks.place()
     does = x == 0
-    if const_expr(in_stretches):
+    if const_expr(in_segments):
         entry, does = x, x < flags.shape[0]
     if does & (cute.arch.thread_idx()[0] == 0):
         flags[entry, head] = Int32(0)

@@ -8,8 +8,8 @@ from cutlass import Boolean, const_expr
 
 from .....primitives.bulk_stores import start, wait_read
 from .....primitives.bulk_sums import add_if, wait_sums, write_or_add
+from .....primitives.dynamic_scheduler import DynamicScheduler
 from .....primitives.pipelines import Slot
-from .....primitives.tile_queue import TileQueue
 from .....primitives.turns import say
 from .....primitives.values import Fixed
 from ..dq_claims import is_first, look, say_written
@@ -33,7 +33,7 @@ class DqSender(Fixed):
         if const_expr(call.claims is not None):
             cute.arch.griddepcontrol_wait()  # for empty claims
         slots = Slot.first(1), Slot.first(AHEAD)
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), DynamicScheduler.hear, slots)
 
     @cute.jit
     def visit(self, call, work, slots):

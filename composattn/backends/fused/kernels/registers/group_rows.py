@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from .....primitives.emit_strips import StripWords
-from .....primitives.equal_shares import MetPortion
+from .....primitives.equal_stream_k import MetPortion
 from .....primitives.kv_source import partition
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
@@ -22,7 +22,7 @@ from .share_sums import MetSums, ShareSums
 LOOPS = 3
 
 
-class Load(Role):
+class RowLoad(Role):
     """The copying warp: Q once per work tile, after the first K, or before it where its place is free by then.
 
     It draws the tiles where blocks do so.
@@ -77,7 +77,7 @@ class Load(Role):
             cute.copy(tma, tQgQ[None, work.m * block.groups + g], tQsQ, tma_bar_ptr=bar)
 
 
-class Consumer(RowGroup):
+class RowConsumer(RowGroup):
     """A group that takes turns with the others where the tiling says so."""
 
     def __init__(self, kernel, block, thread, scale_log2):
@@ -98,7 +98,7 @@ class Consumer(RowGroup):
         self.sync_consumers()
 
 
-class Consume(Role):
+class RowConsume(Role):
     """A group's rows of each work tile: `me`."""
 
     def __init__(self, kernel, call, me):
@@ -132,8 +132,8 @@ class Consume(Role):
             me.clear_values(tiles.first, rows.work.keys.length, v_slot)
         k_slot = k_slot.next()
         if const_expr(rows.loops(tiles) <= LOOPS):
-            for segment in tiles.segments():
-                k_slot, v_slot = rows.go_over(segment, k_slot, v_slot)
+            for tile_range in tiles.tile_ranges():
+                k_slot, v_slot = rows.go_over(tile_range, k_slot, v_slot)
         else:
             tested, free = tiles.rounds()
             for n in cutlass.range(len(tested), unroll=1):
@@ -142,8 +142,8 @@ class Consume(Role):
         return k_slot, v_slot
 
 
-class ConsumeApart(Consume):
-    """`Consume` where each group has kv tiles of its own among those of all: it skips those before and behind."""
+class ConsumeApart(RowConsume):
+    """`RowConsume` where each group has kv tiles of its own among those of all: it skips those before and behind."""
 
     @cute.jit
     def visit(self, work, slots):
@@ -188,11 +188,11 @@ class GroupRows(OutputRows[Any]):
     tSrQ are columns of Q that stay there too, None where all of them are read from shared memory.
     """
 
-    def __init__(self, me: Consumer, mods, work, leaves, q_slot):
+    def __init__(self, me: RowConsumer, mods, work, leaves, q_slot):
         super().__init__(me, mods, work, leaves, work.m * me.tiling.tile_m + me.number * me.rows + me.row)
         self.q_slot = q_slot
         self.tOrO.fill(0.0)
-        self.tSrQ = self.products.held_queries()
+        self.tSrQ = self.products.resident_queries()
         strips = me.plan.strips
         if strips is not None:
             self.strip_words = StripWords(self.mods, self.tile(None, Int32(0)), strips.wide)
@@ -227,10 +227,10 @@ class GroupRows(OutputRows[Any]):
         narrow(self.tOrP, probabilities)
 
     @cute.jit
-    def go_over(self, segment, k_slot, v_slot):
-        """Tiles of a segment; gives the slots behind them."""
-        for i in cutlass.range(segment.count, unroll=1):
-            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
+    def go_over(self, tile_range, k_slot, v_slot):
+        """Tiles of a range; gives the slots behind them."""
+        for i in cutlass.range(tile_range.count, unroll=1):
+            self.step(tile_range.tile(i), tile_range.tested, k_slot, v_slot)
             k_slot = k_slot.next()
             v_slot = v_slot.next()
         return k_slot, v_slot

@@ -6,7 +6,7 @@ from .....primitives.bulk_stores import wait_read
 from .....primitives.values import Fixed
 
 
-class Group(Fixed):
+class ThreadGroup(Fixed):
     """One of a block's consumers: its number among them, and this thread's number in it.
 
     `block` has the barriers where a group (`of_groups`) and where all of them (`of_consumers`) meet.

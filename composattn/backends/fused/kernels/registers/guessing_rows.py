@@ -24,7 +24,7 @@ FIRST, THEN = 1, 8
 class GuessingRows(GroupRows):
     """`GroupRows` whose tiles without a test start their exponentials with their scores.
 
-    The matrix unit sums what it multiplies, the rounded probabilities, by V's columns of ones: with sums of what was
+    The tensor core sums what it multiplies, the rounded probabilities, by V's columns of ones: with sums of what was
     rounded later, a row's error would be that of its largest probability, which a guess leaves anywhere between 1 and 2
     times a power of 2, and not at 1. LSE has the sum in fp32.
 
@@ -33,17 +33,17 @@ class GuessingRows(GroupRows):
     """
 
     @cute.jit
-    def go_over(self, segment, k_slot, v_slot):
+    def go_over(self, tile_range, k_slot, v_slot):
         i = Int32(0)
-        if const_expr(segment.tested):
-            i, k_slot, v_slot = self.search(segment, i, segment.count, k_slot, v_slot)
+        if const_expr(tile_range.tested):
+            i, k_slot, v_slot = self.search(tile_range, i, tile_range.count, k_slot, v_slot)
         else:
             few, more = Int32(FIRST), Int32(THEN)
-            while i < segment.count:
-                i, k_slot, v_slot = self.search(segment, i, smaller(i + few, segment.count), k_slot, v_slot)
+            while i < tile_range.count:
+                i, k_slot, v_slot = self.search(tile_range, i, smaller(i + few, tile_range.count), k_slot, v_slot)
                 fails = Boolean(False)
-                while (i < segment.count) & ~fails:
-                    fails = self.guessed_step(segment.tile(i), k_slot, v_slot)
+                while (i < tile_range.count) & ~fails:
+                    fails = self.guessed_step(tile_range.tile(i), k_slot, v_slot)
                     i += 1
                     k_slot = k_slot.next()
                     v_slot = v_slot.next()
@@ -51,10 +51,10 @@ class GuessingRows(GroupRows):
         return k_slot, v_slot
 
     @cute.jit
-    def search(self, segment, i, stop, k_slot, v_slot):
+    def search(self, tile_range, i, stop, k_slot, v_slot):
         """Tiles from the i-th to `stop`, each by its own maximum; gives where it ended."""
         while i < stop:
-            self.step(segment.tile(i), segment.tested, k_slot, v_slot)
+            self.step(tile_range.tile(i), tile_range.tested, k_slot, v_slot)
             i += 1
             k_slot = k_slot.next()
             v_slot = v_slot.next()

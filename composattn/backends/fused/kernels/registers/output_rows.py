@@ -15,9 +15,9 @@ from .....primitives.register_chunks import THREADS
 from .....primitives.remembered import Remembered
 from .....primitives.values import Fixed, narrow, narrowed, smaller
 from ...planning.plan import AnyForwardTiling
-from ..forward_call import Call
+from ..forward_call import ForwardCall
 from ..query_rows import QueryRows, of_part
-from .groups import Group
+from .groups import ThreadGroup
 
 LINES = 4  # lanes that have a row
 
@@ -48,7 +48,7 @@ class OutputProducts(Fixed, abc.ABC):
         """The output's registers to its tile in shared memory."""
 
 
-class RowGroup(Group):
+class RowGroup(ThreadGroup):
     """A group with `rows` of a kernel's query rows, which stays for all work tiles of its block."""
 
     def __init__(self, kernel: Any, block: Any, thread: Any, scale_log2: Float32) -> None:
@@ -84,9 +84,9 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.tOrP = me.products.probabilities()
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
-        least, lag = mods.least_score, me.tiling.lag
+        least, threshold = mods.least_score, me.tiling.threshold
         factors = self.block.dtype
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, lag, factors)
+        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, threshold, factors)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
@@ -98,23 +98,25 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     def count_tile(self, first: bool) -> None:
         """One more of the tiles was summed; behind the first one it is known how large sums are."""
         self.summed[0] = self.summed[0] + 1
-        if first and self.me.tiling.lag.noted == "rescaled":
+        if first and self.me.tiling.threshold.sums_read == "rescaled":
             self.note_sums()
 
     def rescale_output(self) -> None:
-        lag = self.me.tiling.lag
-        if lag.most:
-            rescale_rows_if_needed(self.output, self.rescale, self.note_sums if lag.noted == "rescaled" else None)
+        threshold = self.me.tiling.threshold
+        if threshold.most:
+            rescale_rows_if_needed(
+                self.output, self.rescale, self.note_sums if threshold.sums_read == "rescaled" else None
+            )
         else:
             rescale_rows(self.output, self.rescale)
 
     def note_sums_if_doubled(self) -> None:
-        if self.me.tiling.lag.noted == "doubled":
+        if self.me.tiling.threshold.sums_read == "doubled":
             _if((self.summed[0] & (self.summed[0] - 1)) == 0, self.note_sums)
 
     def note_sums(self) -> None:
         """Reads sums for the rescale threshold; half of a first tile with a mask is visible on average."""
-        if self.me.tiling.lag.share is not None:
+        if self.me.tiling.threshold.share is not None:
             hidden = 0.0 if self.me.plan.program.mask is None else 0.5
             in_all, by_now = Float32(self.tiles) - hidden, Float32(self.summed[0]) - hidden
             self.softmax.note_sums(in_all * cute.arch.rcp_approx(by_now))
@@ -123,7 +125,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     def row_tile(self) -> Any:
         """Which of the output's tiles of rows these are."""
 
-    def store(self, call: Call) -> cute.Tensor:
+    def store(self, call: ForwardCall) -> cute.Tensor:
         """Rows, normalised, to the output; gives LSE of each."""
         row_lse = self.normalize()
         if self.me.plan.direct_store:
@@ -140,7 +142,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         rescale_rows(self.output, normalizer)
         return row_lse
 
-    def store_output(self, call: Call) -> None:
+    def store_output(self, call: ForwardCall) -> None:
         """Through shared memory; the copy leaves out what is no query."""
         sO = self.block.sO[None, None, self.me.number]
         rounded = narrowed(self.tOrO, self.block.dtype)
@@ -148,13 +150,13 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.products.put_output(rounded, sO, self.me.thread)
         send(self.outputs(call, sO), self.me.sync_group)
 
-    def outputs(self, call: Call, sO: cute.Tensor) -> Iterator[tuple[Any, ...]]:
+    def outputs(self, call: ForwardCall, sO: cute.Tensor) -> Iterator[tuple[Any, ...]]:
         work: Any = self.work
         box = (self.me.heads.box(self.me.rows), self.tiling.output_columns)
         gO, tile = work.queries.stored(call.tensors.out, work.h, box, self.row_tile(), self.beside)
         yield self.me.is_first_warp(), call.tmas.out, sO, gO, tile
 
-    def store_rows(self, call: Call) -> None:
+    def store_rows(self, call: ForwardCall) -> None:
         """From registers: few rows, or few parts, or where shared memory has no room."""
         part = of_part(call.tensors.out, self.work.part)
         columns, there = self.tiling.output_columns, self.me.plan.head_dim_v

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from .....primitives.equal_shares import EqualShares, MetPortion
+from .....primitives.equal_stream_k import EqualStreamK, MetPortion
 from .....primitives.register_chunks import THREADS, load_part, store_part
-from .....primitives.shares import Shares
+from .....primitives.stream_k import StreamK
 from .....primitives.turns import arrive_if, publish_if, put_if, read, wait_for
 from .....primitives.values import Fixed
 from ...tiles.tiling import STATISTICS
@@ -23,8 +23,8 @@ class LeftSums(Fixed):
         self.left, self.rows, me = left, rows, rows.me
         self.warp, self.thread, self.lane = me.number * (THREADS // 32) + me.thread // 32, me.thread, me.lane
         self.columns = cute.size(rows.output, mode=[1])
-        self.count, self.noted = (rows.shape.rows * n for n in (self.columns, STATISTICS))
-        self.before = me.number * THREADS * (self.count + self.noted)
+        self.count, self.of_statistics = (rows.shape.rows * n for n in (self.columns, STATISTICS))
+        self.before = me.number * THREADS * (self.count + self.of_statistics)
 
     def sums(self) -> cute.Tensor:
         """The rows' own."""
@@ -40,7 +40,7 @@ class LeftSums(Fixed):
 
     def statistics(self) -> cute.Tensor:
         """The rows' own."""
-        softmax, found = self.rows.softmax, cute.make_rmem_tensor(self.noted, Float32)
+        softmax, found = self.rows.softmax, cute.make_rmem_tensor(self.of_statistics, Float32)
         found.fill(0.0)
         kept = [softmax.maximum, softmax.total] + ([] if softmax.highest is None else [softmax.highest])
         for i, of_rows in enumerate(kept):
@@ -58,7 +58,7 @@ class LeftSums(Fixed):
 
     def add(self, place: Int32) -> None:
         """What lies there to the rows."""
-        registers, statistics = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.noted))
+        registers, statistics = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.of_statistics))
         self.get(place, registers, statistics)
         self.join(registers, statistics)
 
@@ -87,7 +87,7 @@ class LeftSums(Fixed):
 class ShareSums(LeftSums):
     """What a share of the last rounds leaves, and the next one takes."""
 
-    def __init__(self, shares: Shares, rows: Any) -> None:
+    def __init__(self, shares: StreamK, rows: Any) -> None:
         super().__init__(shares.left, rows)
         self.shares = shares
 
@@ -113,7 +113,7 @@ class MetSums(LeftSums):
     Made when a portion begins: others are mostly there by then, if the tile ends in it, and nobody has to look again.
     """
 
-    def __init__(self, shares: EqualShares, rows: Any, portion: MetPortion) -> None:
+    def __init__(self, shares: EqualStreamK, rows: Any, portion: MetPortion) -> None:
         super().__init__(shares.left, rows)
         self.shares, self.portion = shares, portion
         inside = [rows.row_place(r)[2] for r in range(rows.shape.rows)]
@@ -148,7 +148,7 @@ class MetSums(LeftSums):
     def add_all(self):
         """The sums of all portions, in their order."""
         rows, own, statistics = self.rows, self.sums(), self.statistics()
-        registers, of_others = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.noted))
+        registers, of_others = (cute.make_rmem_tensor(n, Float32) for n in (self.count, self.of_statistics))
         rows.softmax.reset()
         rows.tOrO.fill(0.0)
         for i in cutlass.range(self.portion.count, unroll=1):

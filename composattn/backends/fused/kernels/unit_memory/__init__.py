@@ -1,1 +1,1 @@
-"""Parts of kernels whose products lie in memory of the matrix unit: a row a thread."""
+"""Parts of kernels whose products lie in memory of the tensor core: a row a thread."""

@@ -1,4 +1,4 @@
-"""The correction of a forward whose outputs lie in memory of the matrix unit: rescales them there, takes them out."""
+"""The correction of a forward whose outputs lie in memory of the tensor core: rescales them there, takes them out."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from .....primitives.pipelines import Slot
 from .....primitives.swizzled_tiles import at_column, put_words
 from .....primitives.values import Bundle, Fixed, narrow, smaller
 from ..forward import Role
-from ..query_rows import Places, of_part
+from ..query_rows import RowPlaces, of_part
 from .query_tile import QueryTile, of_tile
 
 RESCALED = 32  # columns of O in registers at once
@@ -219,7 +219,7 @@ class OutputRow(Fixed):
     def store(self, first: int, numbers) -> None:
         """Straight to the row: few rows, or few parts."""
         row = self.work.m * self.tiling.tile_m + self.me.number * self.me.rows + self.me.row
-        places = Places(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
+        places = RowPlaces(self.tiling, self.kernel.fragment, self.kernel.heads, self.work, row)
         q, h, inside = places.row_place(0)
         target = self.work.queries.head(of_part(self.call.tensors.out, self.work.part), h)
         columns = min(TAKEN, self.kernel.plan.head_dim_v - first)

@@ -1,4 +1,4 @@
-"""The part of a backward that takes dQ out of the matrix unit's memory and adds it to fp32 memory, as all blocks do."""
+"""The part of a backward that takes dQ out of the tensor core's memory and adds it to fp32 memory, as all blocks do."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .....primitives.bulk_sums import BulkSums, wait_sums
+from .....primitives.dynamic_scheduler import DynamicScheduler
 from .....primitives.pipelines import BoundEdge, Slot
 from .....primitives.register_chunks import THREADS
-from .....primitives.tile_queue import TileQueue
 from .....primitives.values import Fixed
 from .matrix_memory import MatrixMemory
 
@@ -32,7 +32,7 @@ class DqRows(Fixed):
     @cute.jit
     def run(self, call):
         slots = Slot.first(1), Slot.first(2)
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, slots)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), DynamicScheduler.hear, slots)
         self.end()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A backward's warp that multiplies, where products lie in memory of the matrix unit: its walk over query tiles."""
+"""A backward's warp that multiplies, where products lie in memory of the tensor core: its walk over query tiles."""
 
 import abc
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
+from .....primitives.dynamic_scheduler import DynamicScheduler
 from .....primitives.pipelines import Slot
-from .....primitives.tile_queue import TileQueue
 from .....primitives.values import Fixed
 
 
@@ -23,7 +23,7 @@ class KeyProducts(Fixed, abc.ABC):
     @cute.jit
     def run(self, call):
         first = Slot.first(1), Slot.first(1), self.first_step()
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), TileQueue.hear, first)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), DynamicScheduler.hear, first)
 
     def first_step(self) -> Any:
         """Where rings are at the first query tile."""

@@ -1,4 +1,4 @@
-"""A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a key."""
+"""A backward that computes P and dS where products lie in memory of the tensor core, and a thread has a key."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,22 +95,22 @@ class KeyRows(KeyGroup):
         for part in parts:
             mods.sum_captured(part.at, part.gradients.numbers, self.diagonals)()
 
-    def wait_for_scores(self, parts: list["Part"], slot: Slot) -> None:
+    def wait_for_scores(self, parts: list["RowPart"], slot: Slot) -> None:
         """Waits for scores, and for dP where both are computed at once."""
         self.block.scores.wait(slot)
         if const_expr(self.mods.backward.one_pass):
             self.block.gradients.wait(slot)
         self.memory.heard()
 
-    def part(self, m: Int32, number: int, q_slot: Slot) -> "Part":
+    def part(self, m: Int32, number: int, q_slot: Slot) -> "RowPart":
         """The `number`-th that is computed of this thread's scores of a query tile."""
-        return Part(self, m, number, q_slot)
+        return RowPart(self, m, number, q_slot)
 
     def row_of(self, number: Any) -> Any:
         """The first row of a part, counted from the thread's first one."""
         return number * self.shape.rows
 
-    def share_gradients(self, parts: list["Part"], q_slot: Slot, slot: Slot) -> None:
+    def share_gradients(self, parts: list["RowPart"], q_slot: Slot, slot: Slot) -> None:
         """dS, which all parts have left, to the products."""
         cute.arch.fence_view_async_shared()
         self.memory.written()
@@ -174,7 +174,7 @@ class KeyRows(KeyGroup):
         return numbers
 
 
-class Part(Fixed):
+class RowPart(Fixed):
     """A thread's scores of a query tile, the `number`-th part of its queries."""
 
     def __init__(self, me: KeyRows, m: Int32, number: Any, q_slot: Slot):

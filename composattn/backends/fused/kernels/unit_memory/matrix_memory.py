@@ -1,4 +1,4 @@
-"""Memory of a matrix unit as a thread sees it, where products lie there and not in registers."""
+"""Memory of a tensor core as a thread sees it, where products lie there and not in registers."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ import cutlass.cute as cute
 
 
 class MatrixMemory(Protocol):
-    """A thread's row of the matrix unit's memory, in columns of 32 bits, counted from the first that the block has."""
+    """A thread's row of the tensor core's memory, in columns of 32 bits, counted from the first that the block has."""
 
     def read(self, column: Any, count: int) -> Any:
         """`count` fp32 numbers from `column` on."""

@@ -1,4 +1,4 @@
-"""A forward's warp that multiplies, where products lie in memory of the matrix unit: S = Q Kᵀ and O += P V."""
+"""A forward's warp that multiplies, where products lie in memory of the tensor core: S = Q Kᵀ and O += P V."""
 
 import cutlass
 import cutlass.cute as cute

@@ -11,10 +11,10 @@ from .....primitives.pipelines import BoundEdge, Slot
 from .....primitives.values import Fixed, narrowed
 from ..rounding import put_row
 from .dq_rows import DqRows
-from .key_rows import KeyRows, Part
+from .key_rows import KeyRows, RowPart
 
 
-class PairPart(Part):
+class PairPart(RowPart):
     """Its dS stays in registers until there is room for it in shared memory."""
 
     def leave_gradients(self) -> None:
@@ -80,7 +80,7 @@ class StripPart(PairPart):
         self.left = narrowed(self.gradients.numbers, self.block.dtype)
 
 
-class StripRows(PairRows):
+class StripPairRows(PairRows):
     """`PairRows` where columns are few: each group has a strip of the queries of either block.
 
     It says by `scores_read` that others may come to where its scores were, and by `gradients_read` to where its first

@@ -1,4 +1,4 @@
-"""A backward that computes P and dS where products lie in memory of the matrix unit, and a thread has a query."""
+"""A backward that computes P and dS where products lie in memory of the tensor core, and a thread has a query."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a block has of a query tile whose scores and outputs lie in memory of the matrix unit, for each of its rows."""
+"""What a block has of a query tile whose scores and outputs lie in memory of the tensor core, for each of its rows."""
 
 from typing import Any
 

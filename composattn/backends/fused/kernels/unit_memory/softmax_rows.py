@@ -1,4 +1,4 @@
-"""The softmax of a forward whose scores lie in memory of the matrix unit, a row a thread; probabilities go there."""
+"""The softmax of a forward whose scores lie in memory of the tensor core, a row a thread; probabilities go there."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -65,9 +65,9 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         # what is read ahead for a tile that another step then has would be read twice
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
-        arithmetic, least, lag = kernel.mods.arithmetic, kernel.mods.least_score, self.tiling.lag
+        arithmetic, least, threshold = kernel.mods.arithmetic, kernel.mods.least_score, self.tiling.threshold
         factors = self.block.dtype
-        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, arithmetic, least, lag, factors)
+        self.softmax = OnlineSoftmax(self.shape, role.scale_log2, highest, units, arithmetic, least, threshold, factors)
         self.softmax.reset()
 
     def step(self, n, test, place: Slot) -> None:

@@ -10,7 +10,7 @@ from ..forward import KeyCopies, Role
 from .query_tile import of_tile
 
 
-class Load(Role):
+class TileLoad(Role):
     """Q once a work tile, K tile by tile, V one tile behind K, as products want them."""
 
     def first_slots(self):

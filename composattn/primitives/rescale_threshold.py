@@ -1,4 +1,4 @@
-"""How far a row's running maximum may lag behind its largest score, so that what was summed needs no rescaling."""
+"""Rescale threshold: how far a row's largest score may exceed its running maximum before sums are rescaled."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Lag:
+class RescaleThreshold:
     """A maximum stays where a score is above it by no more than `most`, in log2 units (FlashAttention-4's rule).
 
     Where there is a `share`, the score's probability is also at most this share of what the row's sum will be if the
     tiles to come add as much as those before. For a probability that is no power of 2 is rounded, as the largest one by
     an exact maximum, which is 1, is not; and a row notices it where it is much of the sum.
 
-    `noted`: sums are known behind the first tile, and again whenever a warp was rescaled, or whenever twice as many
-    tiles were summed; a maximum that rises in between lags no more until then.
+    `sums_read`: sums are known behind the first tile, and again whenever a warp was rescaled, or whenever twice as many
+    tiles were summed; a maximum that rises in between is exact until then.
     """
 
     most: float
     share: float | None = None
-    noted: Literal["rescaled", "doubled"] = "rescaled"
+    sums_read: Literal["rescaled", "doubled"] = "rescaled"
 
     def __str__(self) -> str:
         if not self.most:
@@ -29,5 +29,5 @@ class Lag:
         return f"when a maximum rose by 2^{self.most:g}{of_sum}"
 
 
-NO_LAG = Lag(0.0)
-WHATEVER_SUMS = Lag(8.0)
+ALWAYS_RESCALE = RescaleThreshold(0.0)
+BY_LOG2_ALONE = RescaleThreshold(8.0)

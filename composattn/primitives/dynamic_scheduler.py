@@ -13,7 +13,7 @@ from .pipelines import BoundEdge, Slot
 from .values import Fixed
 
 
-class TileQueue(Fixed):
+class DynamicScheduler(Fixed):
     """One warp draws numbers and announces them on `edge`, whose stages hold one each; all others hear them in order.
 
     `counter`: int32 (1,), zero when the kernel starts. `tiles`: how many there are, where the kernel leaves the counter
@@ -87,4 +87,4 @@ def _put_if(place: cute.Pointer, number: Int32, barrier: cute.Pointer, condition
         cute.arch.mbarrier_arrive(barrier)
 
 
-__all__ = ["TileQueue", "one_more"]
+__all__ = ["DynamicScheduler", "one_more"]

@@ -50,7 +50,7 @@ def test_parts_of_split_keys_leave_registers_in_fp32(dims: tuple[int, int], gene
 
 
 @pytest.mark.parametrize(
-    ("d", "dv", "mask", "held", "schedule", "dtype"),
+    ("d", "dv", "mask", "resident", "schedule", "dtype"),
     [
         pytest.param(192, 192, causal(), 128, AUTO, torch.bfloat16, id="two thirds of d192 causal"),
         pytest.param(192, 128, causal(), 192, AUTO, torch.float16, id="all of d192 with dv128"),
@@ -68,7 +68,7 @@ def test_rows_are_those_of_fp64(
     d: int,
     dv: int,
     mask: Mask | None,
-    held: int,
+    resident: int,
     schedule: ca.Schedule,
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -84,7 +84,7 @@ def test_rows_are_those_of_fp64(
     program = ca.Attention(mask_mod=mask).program
     cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
     assert isinstance(cut, HopperTiling)
-    assert cut.held == held
+    assert cut.resident == resident
     if cut.kernel == GUESSING:
         cut = dataclasses.replace(cut, tile_n=32)
     found = []

@@ -12,7 +12,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .shares import Portion, bounds, rows_of
+from .stream_k import Portion, bounds, rows_of
 from .values import Bundle, larger, smaller
 
 
@@ -24,7 +24,7 @@ class MetPortion(Portion):
     count: Int32
 
 
-class EqualShares(Bundle):
+class EqualStreamK(Bundle):
     """Numbers are shares, as many as `blocks`, of `every` tile of keys there is; a work tile has `keys` of these.
 
     `left`: fp32 (2 * blocks, numbers), what a share leaves of the tile it ends in, and of the one it begins in.
@@ -38,12 +38,12 @@ class EqualShares(Bundle):
         self.keys, self.blocks, self.every, self.left, self.arrived = keys, blocks, every, left, arrived
 
     @staticmethod
-    def of(tiles: Int32, keys: Int32, most: int, left: cute.Tensor, counters: cute.Tensor) -> EqualShares:
+    def of(tiles: Int32, keys: Int32, most: int, left: cute.Tensor, counters: cute.Tensor) -> EqualStreamK:
         """On the host, for `most` blocks at most, none of which has nothing; `counters`: behind the first one."""
         divisor, every = cute.fast_divmod_create_divisor_v2, tiles * keys
         sums = rows_of(left.iterator, 2 * most, cute.size(left))
         arrived = rows_of(counters.iterator + 1, most, cute.size(counters) - 1)
-        return EqualShares(divisor(keys), divisor(smaller(every, Int32(most))), divisor(every), sums, arrived)
+        return EqualStreamK(divisor(keys), divisor(smaller(every, Int32(most))), divisor(every), sums, arrived)
 
     @property
     def numbers(self) -> Int32:
@@ -76,4 +76,4 @@ class EqualShares(Bundle):
         return divmod((tile + 1) * self.blocks.divisor - 1, self.every)[0]
 
 
-__all__ = ["EqualShares", "MetPortion"]
+__all__ = ["EqualStreamK", "MetPortion"]

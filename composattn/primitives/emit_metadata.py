@@ -1,7 +1,7 @@
 """What a table says of a tile of keys: which queries it visits, and what captured tensors say where its keys agree.
 
 Documents by ids leave each key the queries of its document: two numbers that tensors say. Where a tile has keys of one
-document they are the same for all, so that a test reads nothing. `fused.tiles.stretches` makes the table.
+document they are the same for all, so that a test reads nothing. `fused.tiles.segments` makes the table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cutlass import Boolean, Int32
 
 from ..graph.expr import Expr
 from .emit_ops import convert
-from .stretch_entry import RUN, WIDE
+from .segment_entry import RUN, WIDE
 from .values import Fixed, larger, smaller
 
 
 @dataclasses.dataclass
-class ToldKeys(Fixed):
+class KeyTileMetadata(Fixed):
     """An entry of the table, for keys in so many `groups`."""
 
     entry: cute.Tensor
@@ -36,8 +36,8 @@ class ToldKeys(Fixed):
             full_begin, full_end = larger(full_begin, other[2]), smaller(full_end, other[3])
         return begin, end, full_begin, full_end
 
-    def of_group(self, group: Any) -> ToldGroup:
-        return ToldGroup(self.entry, WIDE + RUN * group)
+    def of_group(self, group: Any) -> KeyGroupMetadata:
+        return KeyGroupMetadata(self.entry, WIDE + RUN * group)
 
     def agreed(self) -> AgreedReads:
         at = WIDE + RUN * self.groups
@@ -46,7 +46,7 @@ class ToldKeys(Fixed):
 
 
 @dataclasses.dataclass
-class ToldGroup(Fixed):
+class KeyGroupMetadata(Fixed):
     """What one group of keys visits, from number `first` of the entry on."""
 
     entry: cute.Tensor
@@ -67,4 +67,4 @@ class AgreedReads(Fixed):
     said: dict[Expr, Any]
 
 
-__all__ = ["AgreedReads", "ToldGroup", "ToldKeys"]
+__all__ = ["AgreedReads", "KeyGroupMetadata", "KeyTileMetadata"]

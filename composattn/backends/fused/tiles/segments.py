@@ -1,8 +1,8 @@
-"""Stretches of rows that see only each other, as documents do: tiles begin with them, as with packed sequences.
+"""Segments of rows that see only each other, as documents do: tiles begin with them, as with packed sequences.
 
 Where no row before a place sees a key behind it, and none behind it one before, the mask falls apart there, whatever it
-was made of. A mask of ids is told apart so on the device, by its contents: ids that come again later join all between.
-Results never depend on it: a mask that does not fall apart is one stretch, whose tiles are as ever.
+was made of. A mask of ids is split so on the device, by its contents: ids that come again later join all between.
+Results never depend on it: a mask that does not fall apart is one segment, whose tiles are as ever.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ....graph.evaluate import Env, evaluate_all
 from ....graph.expr import Dep, Expr, index, inputs
 from ....graph.rebuilt import substitute
 
-# Rows of sequences above which stretches are looked for, by 176 small kernels for each new mask: a backward of 4k gains
+# Rows of sequences above which segments are looked for, by 176 small kernels for each new mask: a backward of 4k gains
 # 2 to 6 % (20 to 70 µs), one of 2k 2 to 3
 LONG = 4096
-# Rows that a stretch has at least, as short ones share tiles with what follows; copies of rows that end with a stretch
+# Rows that a segment has at least, as short ones share tiles with what follows; copies of rows that end with a segment
 # need as many above its end.
 SHORT = 128
-MOST = 512  # as many stretches of a sequence as if they had so many rows each, but 8 at least; of more there is one
+MOST = 512  # as many segments of a sequence as if they had so many rows each, but 8 at least; of more there is one
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
-    """Segments of the sequences of a call; `told`, int64, has parts one behind the other.
+class Segments:
+    """Segments of the sequences of a call; `layout`, int64, has parts one behind the other.
 
-    Stretches (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
+    Segments (5, B * most + 1): sequence, first row, row behind the last one, number in the sequence, where its rows
     begin in the other parts. Those that are not there have no rows; the last one is of no sequence.
     How many keys each row sees, or spans, (B|1 * S + 1,), and how many queries each key; a last one that sees fewest.
     Of each key the least of what a tile's keys say, (5 + 2 * reads, B|1 * S + 1), see `_of_keys`.
@@ -40,34 +40,34 @@ class Stretches:
 
     length: int
     batch: int
-    told: Derived
+    layout: Derived
     reads: tuple[Expr, ...]  # of captured tensors, in where the queries that see a key begin and end
 
-    def seen(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def seen(self, layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many keys each row sees, and how many queries each key."""
-        keys, queries = _rows(told, _entries(self.length, self.batch), len(self.reads))[:2]
+        keys, queries = _rows(layout, _entries(self.length, self.batch), len(self.reads))[:2]
         return keys, queries
 
     def tiles(self, tile: int) -> Derived:
-        """int32 (entries, 6): sequence, number in the stretch, its first row, the row behind its last one, its number,
+        """int32 (entries, 6): sequence, number in the segment, its first row, the row behind its last one, its number,
         where `seen` has the tile's last row. Sequence -1: no tile.
         """
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
-        return derive(("tiles of stretches", *shape), _TilesOf(*shape), self.told)
+        return derive(("tiles of segments", *shape), _TilesOf(*shape), self.layout)
 
     def tiles_of_keys(self, tile: int, groups: int) -> Derived:
-        """`tiles` with the metadata of `primitives.emit_told` behind: int32 (entries, 6 + 4 * groups + 1 + reads)."""
+        """`tiles` with metadata (`primitives.emit_metadata`) behind: int32 (entries, 6 + 4 * groups + 1 + reads)."""
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
         recipe = _TilesOfKeys(_TilesOf(*shape), groups, len(self.reads))
-        return derive(("tiles of keys of stretches", *shape, groups, recipe.reads), recipe, self.told)
+        return derive(("tiles of keys of segments", *shape, groups, recipe.reads), recipe, self.layout)
 
 
 def falls_apart(problem: Problem, program: Program) -> bool:
-    """Whether `stretches_of` a call are some."""
+    """Whether `segments_of` a call are some."""
     return _ends(problem, program) is not None
 
 
-def stretches_of(problem: Problem, program: Program) -> Stretches | None:
+def segments_of(problem: Problem, program: Program) -> Segments | None:
     """Segments of a dense call whose mask leaves each row one run of keys, by tensors; None for other calls."""
     ends = _ends(problem, program)
     if ends is None:
@@ -75,9 +75,9 @@ def stretches_of(problem: Problem, program: Program) -> Stretches | None:
     of_keys = program.of_keys[1]
     assert of_keys is not None, "tensors decide which queries see a key"
     reads = _reads(of_keys.begin, of_keys.end)
-    recipe = _Told(ends, _at_rows(*reads), of_keys.holds, problem.q_len, problem.batch)
-    told: Derived = derive(("stretches", *recipe.all, recipe.length, recipe.batch), recipe, *inputs(*recipe.all)[0])
-    return Stretches(problem.q_len, problem.batch, told, reads)
+    recipe = _SegmentLayout(ends, _at_rows(*reads), of_keys.holds, problem.q_len, problem.batch)
+    layout: Derived = derive(("segments", *recipe.all, recipe.length, recipe.batch), recipe, *inputs(*recipe.all)[0])
+    return Segments(problem.q_len, problem.batch, layout, reads)
 
 
 def _reads(*ends: Expr) -> tuple[Expr, ...]:
@@ -112,28 +112,28 @@ def _at_rows(*of_keys: Expr) -> tuple[Expr, ...]:
     return tuple(substitute(e, at_row) for e in of_keys)
 
 
-def most_stretches(length: int) -> int:
+def most_segments(length: int) -> int:
     """The most segments of a sequence."""
     return max(8, length // MOST)
 
 
 def most_tiles(length: int, tile: int) -> int:
     """The most tiles of all segments of a sequence."""
-    return (length + most_stretches(length) * (tile - 1)) // tile
+    return (length + most_segments(length) * (tile - 1)) // tile
 
 
 def most_places(length: int, tile: int) -> int:
     """The most tiles in an entry of a workspace, where a segment has its own; see `primitives.padded_tiles`."""
-    return -(-length // tile) + most_stretches(length) - 1
+    return -(-length // tile) + most_segments(length) - 1
 
 
 def _entries(length: int, batch: int) -> int:
-    return batch * most_stretches(length) + 1
+    return batch * most_segments(length) + 1
 
 
-def _rows(told: torch.Tensor, entries: int, reads: int) -> torch.Tensor:
-    """What `Stretches.told` has of rows, behind its entries: a number of each of them."""
-    return told[5 * entries :].view(7 + 2 * reads, -1)
+def _rows(layout: torch.Tensor, entries: int, reads: int) -> torch.Tensor:
+    """What `Segments.layout` has of rows, behind its entries: a number of each of them."""
+    return layout[5 * entries :].view(7 + 2 * reads, -1)
 
 
 def _of_keys(first: torch.Tensor, stop: torch.Tensor, holds: torch.Tensor, *reads: torch.Tensor) -> list[torch.Tensor]:
@@ -150,8 +150,8 @@ def _of_keys(first: torch.Tensor, stop: torch.Tensor, holds: torch.Tensor, *read
 
 
 @dataclass(frozen=True, eq=False)
-class _Told:
-    """What `Stretches` are told by, from captured tensors: rows see keys, and keys are seen, from end to end.
+class _SegmentLayout:
+    """What `Segments` follow from, from captured tensors: rows see keys, and keys are seen, from end to end.
 
     `holds`: where all between is seen.
     """
@@ -179,24 +179,24 @@ class _Told:
         seen = end.clamp(max=n) - begin, stop.clamp(max=n) - first
         rows = torch.stack([*seen, *_of_keys(first, stop, *of_keys)])
         entry = torch.arange(_entries(n, batch), device=device)
-        b, number = entry // most_stretches(n), entry % most_stretches(n)
+        b, number = entry // most_segments(n), entry % most_segments(n)
         place = b * n if by_sequence else b // batch * n
-        stretch = pad(runs(begin, end).expand(batch, -1, -1).reshape(-1, 2), (0, 0, 0, 1)).t()
-        of_entries = torch.cat([b.masked_fill(b == batch, -1), stretch.flatten(), number, place])
+        segment = pad(runs(begin, end).expand(batch, -1, -1).reshape(-1, 2), (0, 0, 0, 1)).t()
+        of_entries = torch.cat([b.masked_fill(b == batch, -1), segment.flatten(), number, place])
         return torch.cat([of_entries, pad(rows.flatten(1), (0, 1), value=-n).flatten()])
 
 
 def runs(begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """(B, stretches, 2) of the keys [begin, end) that each row sees, (B, S); of a row that sees none in any order.
+    """(B, segments, 2) of the keys [begin, end) that each row sees, (B, S); of a row that sees none in any order.
 
     They follow each other and have all rows: the last one ends behind the last row.
     """
-    n, most = begin.shape[-1], most_stretches(begin.shape[-1])
+    n, most = begin.shape[-1], most_segments(begin.shape[-1])
     row = torch.arange(n, device=begin.device)
     # a row joins all from its first key, or itself, to its last one
     first, last = torch.minimum(begin, row).clamp_(min=0), torch.maximum(end - 1, row)
     ends_here = row.expand_as(first).scatter_reduce(-1, first, last, "amax").cummax(-1).values == row
-    # where the mask falls apart once more may be an end again; the first stretch needs rows, too
+    # where the mask falls apart once more may be an end again; the first segment needs rows, too
     again = torch.where(ends_here, row + SHORT, SHORT - 1).cummax(-1).values
     ends_here[:, 1:] &= again[:, :-1] <= row[1:]
     # as does the last one, which ends there in any case
@@ -212,18 +212,18 @@ def runs(begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _TilesOf:
-    stretches: int
+    segments: int
     tile: int
     most: int
 
-    def __call__(self, told: torch.Tensor) -> torch.Tensor:
-        table = told[: 5 * self.stretches].view(5, -1)
+    def __call__(self, layout: torch.Tensor) -> torch.Tensor:
+        table = layout[: 5 * self.segments].view(5, -1)
         _, start, stop, _, _ = table.unbind()
         after = ((stop - start + (self.tile - 1)) // self.tile).cumsum(0)
-        at = torch.arange(self.most, device=told.device)
-        stretch = torch.searchsorted(after[:-1], at, right=True)
-        b, start, stop, number, place = table[:, stretch].unbind()
-        m = at - pad(after, (1, 0))[stretch]
+        at = torch.arange(self.most, device=layout.device)
+        segment = torch.searchsorted(after[:-1], at, right=True)
+        b, start, stop, number, place = table[:, segment].unbind()
+        m = at - pad(after, (1, 0))[segment]
         last = torch.minimum(start + (m + 1) * self.tile, stop).sub_(1).clamp_(min=0)
         return torch.stack([b, m, start, stop, number, last + place], 1).to(torch.int32)
 
@@ -234,11 +234,11 @@ class _TilesOfKeys:
     groups: int
     reads: int
 
-    def __call__(self, told: torch.Tensor) -> torch.Tensor:
-        tiles, of_keys = self.tiles(told), _rows(told, self.tiles.stretches, self.reads)[2:]
+    def __call__(self, layout: torch.Tensor) -> torch.Tensor:
+        tiles, of_keys = self.tiles(layout), _rows(layout, self.tiles.segments, self.reads)[2:]
         _, m, start, stop, _, last = tiles.unbind(1)
         n, first = of_keys.shape[1], start + m * self.tiles.tile
-        key = first[:, None] + torch.arange(self.tiles.tile, device=told.device)
+        key = first[:, None] + torch.arange(self.tiles.tile, device=layout.device)
         beyond = key - torch.minimum(first + self.tiles.tile, stop)[:, None]  # the last key of a tile is at -1
         there = of_keys[:, last[:, None] + (beyond + 1).clamp(max=0)].masked_fill(beyond >= 0, _NOBODY)
         of_groups = there.unflatten(2, (self.groups, -1)).amin(3)
@@ -248,8 +248,8 @@ class _TilesOfKeys:
         of_tile = of_groups[4:].amin(2)
         least, less_most = of_tile[1:].chunk(2)
         agree = ((least == -less_most) & (least.int() == least)).all(0) & (of_tile[0] == 1)
-        told_of_keys = torch.cat([queries, agree[:, None], least.t()], 1).to(torch.int32)
-        return torch.cat([tiles, told_of_keys], 1)
+        metadata = torch.cat([queries, agree[:, None], least.t()], 1).to(torch.int32)
+        return torch.cat([tiles, metadata], 1)
 
 
 _NOBODY = 1 << 62  # what is more than any key says

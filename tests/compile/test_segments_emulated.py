@@ -17,7 +17,7 @@ import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.running.emulated import emulating
-from composattn.backends.fused.tiles import stretches
+from composattn.backends.fused.tiles import segments
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
@@ -25,7 +25,7 @@ from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from composattn.primitives.padded_tiles import PaddedTiles
 from composattn.primitives.seqlen import DenseSequence
-from composattn.primitives.tile_scheduler import Stretch
+from composattn.primitives.tile_scheduler import Segment
 from composattn.testing.tolerance import Case, assert_attention_close, check, run
 from tests.support import cut_as_long_ones, on_few_sms, outlier_normal
 
@@ -37,7 +37,7 @@ NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sequences of some hundred rows are cut as long ones."""
-    monkeypatch.setattr(stretches, "LONG", 100)
+    monkeypatch.setattr(segments, "LONG", 100)
     with cut_as_long_ones():
         yield
 
@@ -74,10 +74,10 @@ def few() -> Iterator[None]:
         yield
 
 
-def in_stretches(case: Case) -> bool:
-    """Whether tiles begin with stretches."""
+def in_segments(case: Case) -> bool:
+    """Whether tiles begin with segments."""
     target = dataclasses.replace(HOPPER, sms=3)
-    return plan_forward(Problem.of(case.q, case.k, case.v), case.program, target).has_stretches
+    return plan_forward(Problem.of(case.q, case.k, case.v), case.program, target).has_segments
 
 
 @pytest.mark.usefixtures("few")
@@ -85,7 +85,7 @@ def test_causal_documents_of_each_sequence_in_groups_of_heads(generator: torch.G
     """Lengths that are no multiples of tiles, documents of one token, blocks that stay for several tiles."""
     ids = torch.stack([documents(150, 1, 1, 99, 146), documents(300, 97)])
     case = drawn(generator, causal() & document(ids), 2, (2, 1), 397)
-    assert in_stretches(case)
+    assert in_segments(case)
     check(ATTENTION, case)
 
 
@@ -95,16 +95,16 @@ def test_whole_documents_and_padding_that_sees_nothing(order: str, generator: to
     ids = torch.cat([documents(130, 201), torch.full((40,), -1)])
     seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
     case = drawn(generator, seen, 1, (1, 1), 371, order)
-    assert in_stretches(case)
+    assert in_segments(case)
     check(ATTENTION, case)
 
 
 @pytest.mark.usefixtures("few")
-def test_a_short_document_behind_as_many_stretches_as_there_may_be(generator: torch.Generator) -> None:
+def test_a_short_document_behind_as_many_segments_as_there_may_be(generator: torch.Generator) -> None:
     """Its rows lay in no tile, and their output was what memory had held before."""
     ids = documents(*[128] * 8, 9)
     case = drawn(generator, causal() & document(ids), 1, (1, 1), len(ids))
-    assert in_stretches(case)
+    assert in_segments(case)
     check(ATTENTION, case)
 
 
@@ -131,20 +131,20 @@ def test_sinks_and_dropout(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("tile", [64, 80, 128])
-def test_each_stretch_has_places_of_its_own_in_a_workspace(tile: int) -> None:
+def test_each_segment_has_places_of_its_own_in_a_workspace(tile: int) -> None:
     rows = 597
     whole: Any = (0, rows)  # host numbers for those of a kernel
     for lengths in ((150, 1, 1, 199, 40, 206), (rows,), (128, 128, 128, 213), (129, 129, 129, 210), (300, 296, 1)):
         same = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
         begin, end = same.int().argmax(1), rows - same.flip(1).int().argmax(1)
-        found = [(a, b) for a, b in stretches.runs(begin[None], end[None])[0].tolist() if b > a]
+        found = [(a, b) for a, b in segments.runs(begin[None], end[None])[0].tolist() if b > a]
         places: list[int] = []
         sequence: Any = DenseSequence(*whole)
         for number, (start, stop) in enumerate(found):
             row: Any = (start, stop, number)
-            first = PaddedTiles.of(sequence.within(Stretch(*row)), 0, tile).first
+            first = PaddedTiles.of(sequence.within(Segment(*row)), 0, tile).first
             places += range(first, first - (start - stop) // tile)
-        assert len(set(places)) == len(places) and max(places) < stretches.most_places(rows, tile)
+        assert len(set(places)) == len(places) and max(places) < segments.most_places(rows, tile)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_gradients_of_documents_of_each_sequence_in_groups_of_heads(
     mask = causal() & document(ids) if is_causal else document(ids)
     case = with_gradients(drawn(generator, mask, 3, (2, 1), 342), generator)
     plan = gradient_of(case)
-    assert plan.has_stretches and plan.tiling.persistent and plan.tiling.clears
+    assert plan.has_segments and plan.tiling.persistent and plan.tiling.clears
     with on_few_sms(BACKEND):
         check(ATTENTION, case)
 
@@ -183,7 +183,7 @@ def test_a_table_with_room_for_more_tiles_of_queries_than_documents_begin(
     case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 242, dim=dim), generator)
     few = dataclasses.replace(HOPPER, sms=2)
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
-    assert plan.has_stretches and plan.tiling.persistent
+    assert plan.has_segments and plan.tiling.persistent
     with emulating(mode), on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
@@ -193,7 +193,7 @@ def test_pieces_by_query_heads_of_tiles_that_begin_with_documents(generator: tor
     ids = documents(150, 1, 1, 90)
     case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 242), generator)
     plan = gradient_of(case)
-    assert plan.has_stretches and plan.tiling.heads_a_piece == 2
+    assert plan.has_segments and plan.tiling.heads_a_piece == 2
     with on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
@@ -237,16 +237,16 @@ def test_gradients_through_sinks_of_rows_that_lie_apart(mode: Mode, generator: t
     seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
     case = with_gradients(drawn(generator, seen, 1, (2, 1), 311, "sbhd"), generator)
     case = dataclasses.replace(case, sinks=torch.randn(2, generator=generator).requires_grad_())
-    assert gradient_of(case).has_stretches
+    assert gradient_of(case).has_segments
     with emulating(mode), on_few_sms(BACKEND, 2):
         check(ATTENTION, case)
 
 
 def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Generator) -> None:
-    """Its words take the registers, and are of whole tiles: no tiles begin with stretches."""
+    """Its words take the registers, and are of whole tiles: no tiles begin with segments."""
     case = with_gradients(drawn(generator, document(documents(140, 130)), 1, (2, 1), 270), generator)
     case = dataclasses.replace(case, dropout=(0.2, 5))
-    assert not gradient_of(case).has_stretches
+    assert not gradient_of(case).has_segments
     check(ATTENTION, case)
 
 
@@ -256,7 +256,7 @@ def test_gradients_of_narrow_heads(is_causal: bool, dim: int, generator: torch.G
     ids = torch.stack([documents(150, 1, 1, 190), documents(175, 167)])
     mask = causal() & document(ids) if is_causal else document(ids)
     case = with_gradients(drawn(generator, mask, 2, (2, 1), 342, dim=dim), generator)
-    assert gradient_of(case).has_stretches
+    assert gradient_of(case).has_segments
     with on_few_sms(BACKEND):
         check(ATTENTION, case)
 
@@ -269,7 +269,7 @@ def test_gradients_in_a_fixed_order(is_causal: bool, dim: int, generator: torch.
     mask = causal() & document(ids) if is_causal else document(ids)
     case = with_gradients(drawn(generator, mask, 2, (2, 1), 490, dim=dim), generator)
     plan = gradient_of(case, in_order=True)
-    assert plan.has_stretches and plan.told is not None
+    assert plan.has_segments and plan.metadata is not None
     for mode in (EAGER, LATE):
         with emulating(mode), on_few_sms(BACKEND):
             check(partial(ATTENTION, deterministic=True), case)
@@ -282,7 +282,7 @@ def test_padding_that_sees_nothing_in_a_fixed_order(dim: int, generator: torch.G
     seen = Mask.of(lambda b, h, q, kv: (ids[q] == ids[kv]) & (ids[q] >= 0))
     case = with_gradients(drawn(generator, seen, 1, (1, 1), 371, dim=dim), generator)
     plan = gradient_of(case, in_order=True)
-    assert plan.has_stretches and not plan.tiling.first_writes
+    assert plan.has_segments and not plan.tiling.first_writes
     check(partial(ATTENTION, deterministic=True), case)
 
 
@@ -291,7 +291,7 @@ def test_pieces_by_query_heads_in_a_fixed_order(generator: torch.Generator) -> N
     ids = documents(150, 1, 1, 190)
     case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 342), generator)
     plan = gradient_of(case, in_order=True)
-    assert plan.has_stretches and plan.tiling.heads_a_piece == 2 and plan.tiling.persistent
+    assert plan.has_segments and plan.tiling.heads_a_piece == 2 and plan.tiling.persistent
     with emulating(random_mode(2)), on_few_sms(BACKEND, 2):
         check(partial(ATTENTION, deterministic=True), case)
 

@@ -40,7 +40,7 @@ class HandedPortion(Portion):
     takes: Boolean
 
 
-class Shares(Bundle):
+class StreamK(Bundle):
     """Numbers below `whole` are tiles, those from there on shares of the `rest`, of `keys` tiles of keys each.
 
     `left`: fp32 (blocks, numbers), what each share leaves. `flags`: int32 (blocks, warps), zero when the kernel starts
@@ -53,12 +53,12 @@ class Shares(Bundle):
         self.whole, self.rest, self.keys, self.blocks, self.left, self.flags = whole, rest, keys, blocks, left, flags
 
     @staticmethod
-    def of(tiles: Int32, keys: Int32, blocks: int, left: cute.Tensor, counters: cute.Tensor) -> Shares:
+    def of(tiles: Int32, keys: Int32, blocks: int, left: cute.Tensor, counters: cute.Tensor) -> StreamK:
         """On the host, of as many tiles as blocks or more; `counters`: one that is drawn from, and the flags."""
         rest, divisor = tiles % blocks + blocks, cute.fast_divmod_create_divisor_v2
         sums = rows_of(left.iterator, blocks, cute.size(left))
         flags = rows_of(counters.iterator + 1, blocks, cute.size(counters) - 1)
-        return Shares(tiles - rest, rest, divisor(keys), divisor(Int32(blocks)), sums, flags)
+        return StreamK(tiles - rest, rest, divisor(keys), divisor(Int32(blocks)), sums, flags)
 
     @property
     def numbers(self) -> Int32:
@@ -99,4 +99,4 @@ def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
     return cute.make_tensor(start, cute.make_layout((rows, numbers // rows), stride=(numbers // rows, 1)))
 
 
-__all__ = ["HandedPortion", "Portion", "Shares", "bounds", "rows_of"]
+__all__ = ["HandedPortion", "Portion", "StreamK", "bounds", "rows_of"]

@@ -1,4 +1,4 @@
-"""Stretches of rows that see only each other: told by contents alone, and tiles of them that cover each row once."""
+"""Segments of rows that see only each other: found by contents alone, and tiles of them that cover each row once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from composattn.analysis.derived import refresh
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.tiles import stretches
-from composattn.backends.fused.tiles.stretches import SHORT, Stretches, most_stretches, runs, stretches_of
+from composattn.backends.fused.tiles import segments
+from composattn.backends.fused.tiles.segments import SHORT, Segments, most_segments, runs, segments_of
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.fused.tiles.work import stretch_tables
+from composattn.backends.fused.tiles.work import segment_tables
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES
 from composattn.mods import causal, document, sliding_window
@@ -30,8 +30,8 @@ ROWS = 597
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of some hundred rows have stretches too."""
-    monkeypatch.setattr(stretches, "LONG", 100)
+    """Sequences of some hundred rows have segments too."""
+    monkeypatch.setattr(segments, "LONG", 100)
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -43,12 +43,12 @@ def problem(length: int = ROWS, batch: int = 2, kv_length: int | None = None) ->
     return Problem(batch, 16, 8, length, kv_len, 128, 128, torch.bfloat16, cpu)
 
 
-def found(mask: Mask, length: int = ROWS, **how: int) -> Stretches | None:
-    return stretches_of(problem(length, **how), Program(None, mask.expr))
+def found(mask: Mask, length: int = ROWS, **how: int) -> Segments | None:
+    return segments_of(problem(length, **how), Program(None, mask.expr))
 
 
-def told(visible: torch.Tensor) -> list[tuple[int, int]]:
-    """The stretches of a mask (S, S), by where the keys of each row begin and end."""
+def segments_in(visible: torch.Tensor) -> list[tuple[int, int]]:
+    """The segments of a mask (S, S), by where the keys of each row begin and end."""
     n = len(visible)
     some = visible.any(1)
     begin = torch.where(some, visible.int().argmax(1), n + 3)
@@ -60,37 +60,37 @@ def test_documents_are_told_apart_and_short_ones_share_tiles_with_what_follows()
     ids = documents(150, 1, 1, 199, 40, 206)
     same = ids[:, None] == ids
     apart = [(0, 150), (150, 351), (351, 597)]
-    assert told(same) == told(same.tril()) == told(same.triu()) == apart
+    assert segments_in(same) == segments_in(same.tril()) == segments_in(same.triu()) == apart
     hidden = torch.arange(ROWS) % 5 == 0
-    assert told(same & ~hidden[:, None]) == apart
+    assert segments_in(same & ~hidden[:, None]) == apart
 
 
 def test_what_any_row_sees_across_a_place_joins_both_sides() -> None:
     same = documents(200, 200, 197)
     visible = same[:, None] == same
-    assert told(visible) == [(0, 200), (200, 400), (400, 597)]
+    assert segments_in(visible) == [(0, 200), (200, 400), (400, 597)]
     visible[450, 10] = True  # a row behind sees a key before
-    assert told(visible) == [(0, 597)]
+    assert segments_in(visible) == [(0, 597)]
     visible[450, 10], visible[10, 300] = False, True  # a row before sees a key behind
-    assert told(visible) == [(0, 400), (400, 597)]
+    assert segments_in(visible) == [(0, 400), (400, 597)]
     again = documents(200, 200, 197) % 2
-    assert told(again[:, None] == again) == [(0, 597)]
+    assert segments_in(again[:, None] == again) == [(0, 597)]
 
 
 def test_of_too_many_there_is_one() -> None:
-    most = most_stretches(2000)
+    most = most_segments(2000)
     assert most == 8
-    for count, stretched in ((8, 8), (9, 1)):
+    for count, found in ((8, 8), (9, 1)):
         ids = torch.arange(2000) * count // 2000
-        assert len(told((ids[:, None] == ids).tril())) == stretched
+        assert len(segments_in((ids[:, None] == ids).tril())) == found
 
 
 @pytest.mark.parametrize("short", [1, SHORT - 1])
-def test_rows_behind_as_many_stretches_as_there_may_be_are_not_lost(short: int) -> None:
-    """A last document that is too short to begin a stretch belongs to the one before."""
-    ids = documents(*[200] * most_stretches(1600), short)
-    assert told(ids[:, None] == ids) == [(at, at + 200) for at in range(0, 1400, 200)] + [(1400, 1600 + short)]
-    assert told(documents(590, 7)[:, None] == documents(590, 7)) == [(0, 597)]
+def test_rows_behind_as_many_segments_as_there_may_be_are_not_lost(short: int) -> None:
+    """A last document that is too short to begin a segment belongs to the one before."""
+    ids = documents(*[200] * most_segments(1600), short)
+    assert segments_in(ids[:, None] == ids) == [(at, at + 200) for at in range(0, 1400, 200)] + [(1400, 1600 + short)]
+    assert segments_in(documents(590, 7)[:, None] == documents(590, 7)) == [(0, 597)]
 
 
 @st.composite
@@ -118,14 +118,14 @@ def ends(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ends(), ends())
-def test_stretches_have_each_row_once_and_all_its_keys(one: tuple, other: tuple) -> None:
+def test_segments_have_each_row_once_and_all_its_keys(one: tuple, other: tuple) -> None:
     """Sequences of a batch have segments of their own, and the ends of a segment are no closer than `SHORT`."""
     n = min(len(one[0]), len(other[0]))
     begin, end = (torch.stack([x[:n], y[:n]]) for x, y in zip(one, other, strict=True))
-    for b, stretches_here in enumerate(runs(begin, end).tolist()):
-        assert len(stretches_here) == most_stretches(n)
-        some = [(start, stop) for start, stop in stretches_here if stop > start]
-        assert some == [(start, stop) for start, stop in stretches_here if (start, stop) != (n, n)]
+    for b, segments_here in enumerate(runs(begin, end).tolist()):
+        assert len(segments_here) == most_segments(n)
+        some = [(start, stop) for start, stop in segments_here if stop > start]
+        assert some == [(start, stop) for start, stop in segments_here if (start, stop) != (n, n)]
         assert [start for start, _ in some] == [0, *(stop for _, stop in some[:-1])] and some[-1][1] == n
         assert len(some) == 1 or min(stop - start for start, stop in some) >= SHORT
         for start, stop in some:
@@ -144,10 +144,10 @@ def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool)
     ]  # fmt: skip
     ids = torch.stack(contents[:2])
     program = Program(None, (causal() & document(ids) if bounded else document(ids)).expr)
-    of_call = stretches_of(problem(), program)
+    of_call = segments_of(problem(), program)
     assert of_call is not None
-    tables = [stretch_tables(problem(), 128, "longest_first", of_call, of_keys) for of_keys in (False, True)]
-    tables.append(stretch_tables(problem(), 64, "in_order", of_call, False))
+    tables = [segment_tables(problem(), 128, "longest_first", of_call, of_keys) for of_keys in (False, True)]
+    tables.append(segment_tables(problem(), 64, "in_order", of_call, False))
     for first, second in zip(contents, contents[3:] + contents[:3], strict=True):
         ids.copy_(torch.stack([first, second]))
         refresh(program.captures)
@@ -168,21 +168,21 @@ def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool)
 def test_tiles_cover_each_row_once_wherever_keys_begin_and_end(of_rows: tuple, tile: int) -> None:
     begin, end = of_rows
     n = len(begin)
-    assume(n > stretches.LONG)
+    assume(n > segments.LONG)
     of_call = found(Mask.of(lambda b, h, q, kv: (kv >= begin[q]) & (kv < end[q])), n)
     assert of_call is not None
     check_covered(of_call, n, tile)
 
 
 def test_there_are_entries_for_as_many_tiles_as_there_can_be() -> None:
-    """Each stretch has one row in its last tile."""
+    """Each segment has one row in its last tile."""
     for tile in (64, 96, 128):
         of_call = found(document(documents(*[2 * tile + 1] * 8)), 8 * (2 * tile + 1))
         assert of_call is not None
         assert int((check_covered(of_call, 8 * (2 * tile + 1), tile)[:, 0] < 0).sum()) == 0
 
 
-def check_covered(of_call: Stretches, n: int, tile: int) -> torch.Tensor:
+def check_covered(of_call: Segments, n: int, tile: int) -> torch.Tensor:
     """Checks the table of two sequences and returns it."""
     table = of_call.tiles(tile).tensor
     times = torch.zeros(2, n, dtype=torch.int32)
@@ -233,17 +233,17 @@ def test_the_tiles_that_see_most_come_first() -> None:
     ids = documents(150, 300, 147)
     of_call = found(document(ids), batch=1)
     assert of_call is not None
-    table = stretch_tables(problem(batch=1), 128, "longest_first", of_call, False)(NO_SEQUENCES)
+    table = segment_tables(problem(batch=1), 128, "longest_first", of_call, False)(NO_SEQUENCES)
     assert [row[2] for row in table.tolist() if row[0] >= 0] == [150, 150, 150, 0, 0, 450, 450]
     assert bool((table[7:, 0] == -1).all())
 
 
-def test_in_a_fixed_order_the_tiles_of_a_stretch_lie_in_a_row_the_last_one_first() -> None:
+def test_in_a_fixed_order_the_tiles_of_a_segment_lie_in_a_row_the_last_one_first() -> None:
     """A tile that is n tiles behind another lies n entries before it; longest segments first."""
     ids = torch.stack([documents(150, 300, 147), documents(300, 147, 150)])
     of_call = found(document(ids))
     assert of_call is not None
-    table = stretch_tables(problem(), 128, "last_keys_first", of_call, True, 2)(NO_SEQUENCES)
+    table = segment_tables(problem(), 128, "last_keys_first", of_call, True, 2)(NO_SEQUENCES)
     there = [tuple(row[:3]) for row in table.tolist() if row[0] >= 0]
     assert [m for _, m, _ in there] == [2, 1, 0, 2, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     assert [(b, start) for b, m, start in there if m == 0] == [(1, 0), (0, 150), (1, 447), (0, 0), (1, 300), (0, 450)]
@@ -267,29 +267,29 @@ def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_regist
     for mask, in_order in itertools.product(masks, (False, True)):
         plans = plan_backward(long, Program(None, mask.expr), HOPPER, deterministic=in_order)
         steps = plans.preprocess, plans.main, plans.postprocess
-        assert all(plan.has_stretches and plan.has_order_table for plan in steps) and plans.main.cut is None
-        assert all("has_stretches=True" in plan.key for plan in steps)
+        assert all(plan.has_segments and plan.has_order_table for plan in steps) and plans.main.cut is None
+        assert all("has_segments=True" in plan.key for plan in steps)
         assert ("as tiles begin where the mask falls apart" in str(plans)) is not in_order
     bounded = masks[1].expr
     kept = Dropout.with_seed(0.1, 5)
     assert kept is not None
     capped = Score.of(lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0)).expr
     for program in (Program(capped, bounded), Program(None, bounded, keep=kept.expr), Program(None, causal().expr)):
-        assert not plan_backward(long, program, HOPPER).main.has_stretches
+        assert not plan_backward(long, program, HOPPER).main.has_segments
     limit = torch.tensor([8000, 5000])
     padded = Program(None, Mask.of(lambda b, h, q, kv: kv < limit[b]).expr)
-    assert not plan_backward(long, padded, HOPPER).main.has_stretches
+    assert not plan_backward(long, padded, HOPPER).main.has_segments
     of_each = SinkForm(torch.float32, by_sequence=True)
-    assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_stretches
+    assert not plan_backward(long, Program(None, bounded), HOPPER, sinks=of_each).main.has_segments
     torn = Program(None, document(ids.roll(5)).expr)  # by lists, whose tests have no registers for tall tiles and turns
     narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
     in_turn = plan_backward(narrow, torn, HOPPER, deterministic=True).main
-    assert in_turn.lists is not None and not in_turn.has_stretches and in_turn.tiling.tile_m == 64
+    assert in_turn.lists is not None and not in_turn.has_segments and in_turn.tiling.tile_m == 64
     for dim, dim_v in ((32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (192, 192)):
         other = dataclasses.replace(long, head_dim=dim, head_dim_v=dim_v)
         for mask, in_order in itertools.product(masks, (False, True)):
             main = plan_backward(other, Program(None, mask.expr), HOPPER, deterministic=in_order).main
-            assert main.has_stretches == (main.told is not None) == (dim == dim_v <= 128)
+            assert main.has_segments == (main.metadata is not None) == (dim == dim_v <= 128)
 
 
 def test_sixteen_query_heads_are_at_a_document_in_a_fixed_order() -> None:
@@ -309,12 +309,12 @@ def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:
     ids = torch.repeat_interleave(torch.arange(6), torch.tensor([700, 1500, 300, 2500, 1192, 2000]))
     program, long = Program(None, (causal() & document(ids)).expr), problem(8192)
     plan = plan_forward(long, program, HOPPER)
-    assert plan.has_stretches and "has_stretches=True" in plan.key
+    assert plan.has_segments and "has_segments=True" in plan.key
     assert "as tiles begin where the mask falls apart" in str(plan)
     full = plan_forward(long, Program(None, document(ids).expr), HOPPER)
-    assert full.has_stretches and full.tiling.persistent and full.tiling.tile_n == 128
+    assert full.has_segments and full.tiling.persistent and full.tiling.tile_n == 128
     listed = Program(None, document(ids.roll(5)).expr)  # matching values lie apart: lists of tiles
-    assert not plan_forward(long, listed, HOPPER).has_stretches
+    assert not plan_forward(long, listed, HOPPER).has_segments
     shorter = dataclasses.replace(long, q_len=4096, kv_len=4096)
     fewer = Program(None, document(ids[:4096]).expr)
-    assert not plan_forward(shorter, fewer, HOPPER).has_stretches
+    assert not plan_forward(shorter, fewer, HOPPER).has_segments

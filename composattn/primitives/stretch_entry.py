@@ -1,9 +1,0 @@
-"""Where the numbers of a tile lie in a table of tiles that begin with stretches; `fused.tiles.stretches` makes it."""
-
-WIDE = 6  # sequence, number in the stretch, its first row, the one behind its last, its number; one that hosts read
-RUN = 4  # first query seen, the one behind the last; first that all keys see, the one behind the last of these
-
-
-def told_numbers(groups: int, reads: int) -> int:
-    """Behind these, of a tile of keys: a run for each group, whether all agree, what each of the `reads` says then."""
-    return RUN * groups + 1 + reads
