@@ -86,7 +86,7 @@ class Facts:
 
     @functools.cached_property
     def keys_in_order(self) -> int:
-        """Keys of a tile where results are batch-invariant: fewer where constants of the mask leave a row few; else 0."""
+        """Keys of a batch-invariant tile: fewer where constants of the mask leave a row few; 0 for other calls."""
         if not self.problem.schedule.batch_invariant:
             return 0
         few = self.widest <= 96 and sees_at_most(NARROW, self.program)
