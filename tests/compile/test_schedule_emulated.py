@@ -15,6 +15,7 @@ import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import tiling_of_form
 from composattn.backends.hopper.forward_table import DOCUMENTS, GUESSES_STAYS, SMALL, STAYS
@@ -110,10 +111,11 @@ def test_two_stages_of_queries_give_the_same_bits(name: str, generator: torch.Ge
     form = SMALL if "small" in name else GUESSES_STAYS if name == "guessing" else STAYS
     two = dataclasses.replace(tiling_of_form(form, problem, program, HOPPER), **fields)
     assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)
-    leaves = dataclasses.replace(two, persistent=False, q_stages=1)
+    one_tile = dataclasses.replace(two, scheduler=Scheduler.ONE_TILE)
+    assert one_tile.q_stages == 1
     _, wanted = ca.attention(q, k, v, mask_mod=mask, scale=0.088, return_lse=True, backend="reference")
     found = []
-    for cut in (leaves, dataclasses.replace(two, q_stages=1), two):
+    for cut in (one_tile, two):
         plan = plan_forward(problem, program, one, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)) if cut is two else (EAGER,):
             with emulating(mode):
