@@ -148,7 +148,7 @@ def test_compiled_code_leaves_nothing_in_the_memory_of_a_graph(monkeypatch: pyte
 
     def step(ids: torch.Tensor) -> list[torch.Tensor]:
         mask = Mask.of(causal() & document(ids))
-        serialized = serialize((None, mask, None, None), (None,) * 4)
+        serialized = serialize((None, mask, None, None, None), (None,) * 4)
         lengths, hints = Given(x.q, x.k, x.v).flatten()
         of_call = (lengths, hints, serialized.form, -1)
         out, lse, _, kept = operators.attend._init_fn(x.q, x.k, x.v, list(serialized.tensors), *of_call, False)
