@@ -85,7 +85,7 @@ def page() -> str:
     two, one = drawn(parts_of("forward.py", "BlackwellForward"))
     generated = {
         "timeline": f"{two}\n\nand of one, which has two places for scores:\n\n{one}",
-        "edges": drawn(parts_of("block.py", "Block"))[0],
+        "edges": drawn(parts_of("block.py", "BlackwellForwardBlock"))[0],
         "plan": f"```\n{planned((128, 128), 4096, 'sm_100a')}\n```",
         "memory": "\n".join(memory()),
         "wide": drawn(parts_of("backward_wide.py", "WideProducts"))[0],
@@ -93,7 +93,7 @@ def page() -> str:
         "query-pairs": drawn(parts_of("backward_query_pair.py", "QueryPairProducts"))[0],
         "query-pair-edges": drawn(parts_of("backward_query_pair.py", "QueryPairBlock"))[0],
         "pairs": drawn(parts_of("backward_pair.py", "PairProducts"))[0],
-        "pair-edges": drawn(parts_of("backward_pair.py", "PairBlock"))[0],
+        "pair-edges": drawn(parts_of("backward_pair.py", "BlackwellPairBlock"))[0],
         "strips": drawn(parts_of("tensor_memory.py", "WidePairBackwardTensorMemory"))[0],
         "wide-pairs": drawn(parts_of("backward_wide_pair.py", "WidePairProducts"))[0],
         "wide-pair-edges": drawn(parts_of("backward_wide_pair.py", "WidePairBlock"))[0],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -151,7 +151,9 @@ class Planned:
 
     def _refuse_gradient(self, inputs: Inputs) -> None:
         """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages or have 8 bits."""
-        refuse_narrow_gradient(inputs.k, inputs.v)
+        for t in (inputs.k, inputs.v):  # which nobody has looked at yet: they may be anything
+            if getattr(t, "dtype", None) in EIGHT_BITS and t.requires_grad and torch.is_grad_enabled():
+                refuse_narrow_gradient()
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
@@ -229,10 +231,9 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
         )
 
 
-def refuse_narrow_gradient(*tensors: torch.Tensor) -> None:
-    """Raises `GradientUnsupported` where a tensor of 8 bits asks for a gradient, which would have 8 bits too."""
-    if any(t.dtype in EIGHT_BITS and t.requires_grad for t in tensors) and torch.is_grad_enabled():
-        raise errors.GradientUnsupported(
-            "a tensor of 8 bits asks for a gradient, which would have 8 bits; quantise the tensor that learns by "
-            "ca.quantize(q, k, v), which gets it straight through"
-        )
+def refuse_narrow_gradient() -> NoReturn:
+    """Raises `GradientUnsupported`: a tensor of 8 bits asks for a gradient, which would have 8 bits too."""
+    raise errors.GradientUnsupported(
+        "a tensor of 8 bits asks for a gradient, which would have 8 bits; quantise the tensor that learns by "
+        "ca.quantize(q, k, v), which gets it straight through"
+    )
