@@ -108,8 +108,8 @@ ENTRIES = {
     "ca.Attention, causal": (10, 47),  # 41 and 157 once, then 18 and 66, 14 and 50
     "ca.attention, causal()": (14, 51),  # 54, 170; 25, 73; 16, 53
     "ca.attention, lambda": (14, 51),  # 62, 178; 27, 75; 20, 57
-    "ca.attention, causal(), sinks": (17, 58),  # 34, 88; 29, 74; 23, 64
-    "ca.Attention, alibi(slopes)": (15, 52),  # 45, 166; 23, 73; 18, 55
+    "ca.attention, causal(), sinks": (17, 62),  # 34, 88; 29, 74; 23, 64; 17, 58
+    "ca.Attention, alibi(slopes)": (16, 56),  # 45, 166; 23, 73; 18, 55; 15, 52
     "ca.attention, a kept alibi(slopes)": (15, 53),  # 62, 191; 28, 78; 19, 56
     "ca.attention, alibi(slopes)": (17, 55),  # 89, 218; 32, 82; 22, 59
     "ca.attention, alibi(slopes) >> softcap(30.0), causal() & document(ids)": (31, 70),  # 188, 356; 60, 112; 37, 76
@@ -121,7 +121,8 @@ ENTRIES = {
 ROOM = 4  # for other versions of Python and torch
 
 
-def test_every_entry_enters_few_functions_where_nothing_is_new() -> None:
+def test_every_entry_enters_few_functions_where_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "made", {})  # those of other tests, which cost two functions each call
     found = {name: calls.python for name, calls, _ in host.counted(rounds=0)}
     for name, (forward, both) in ENTRIES.items():
         assert found.pop(f"host forward: {name}") <= forward + ROOM
