@@ -35,6 +35,7 @@ from composattn.backends.hopper.backward_table import (
 )
 from composattn.backends.hopper.evidence import Measured
 from composattn.call.problem import Problem
+from tests.evidence import check_evidence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS: list[BackwardRule[Any]] = [*TILES, *BLOCKS]
@@ -126,11 +127,7 @@ def _differs(form: BackwardForm, mine: BackwardForm, tile: bool) -> bool:
 
 def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
     for row in ROWS:
-        found = list(gains(row))
-        assert isinstance(row.evidence, Measured) == bool(found), row
-        if isinstance(row.evidence, Measured):
-            assert row.evidence.shapes == len(found)
-            assert row.evidence.gain == pytest.approx(statistics.geometric_mean(found), abs=1e-3)
+        check_evidence(row, list(gains(row)))
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:

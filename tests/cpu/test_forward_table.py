@@ -35,6 +35,7 @@ from composattn.backends.hopper.evidence import Measured
 from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
 from composattn.backends.hopper.forward_table import TABLE, ForwardRule, row_of, serves
 from composattn.call.problem import Layout, Problem
+from tests.evidence import check_evidence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -109,11 +110,7 @@ def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
         other = min(ms for form, ms in took.items() if form != str(row.form))
         gains.setdefault(TABLE.index(row), []).append(other / took[str(row.form)])
     for number, row in enumerate(TABLE):
-        found = gains.get(number, [])
-        assert isinstance(row.evidence, Measured) == bool(found), row
-        if isinstance(row.evidence, Measured):
-            assert row.evidence.shapes == len(found)
-            assert row.evidence.gain == pytest.approx(statistics.geometric_mean(found), abs=1e-3)
+        check_evidence(row, gains.get(number, []))
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
