@@ -304,7 +304,7 @@ def attention(
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
-        return _spoken_or_shared(inputs, (score, mask, sink, keep, None), options, asked, shard, compiling)
+        return _serialized_or_shared(inputs, (score, mask, sink, keep, None), options, asked, shard, compiling)
     if keep is not None:
         keep.draw()
     planned, borrowed = planned_for(score_mod, mask_mod, sinks, keep, options)
@@ -316,7 +316,7 @@ def attention(
     return planned(Inputs(q, k, v, varlen, paged), asked, borrowed)  # type: ignore[no-any-return]
 
 
-def _spoken_or_shared(
+def _serialized_or_shared(
     inputs: Inputs, mods: Mods, options: tuple[Any, ...], asked: Asked, shard: Shard | None, compiling: bool
 ) -> Any:
     """A call that an operator stands for, as torch compiles it or only asks for shapes; or one that ranks share."""
@@ -349,7 +349,7 @@ def _quantised(
         score = None if call.score_mod is None else Score.of(call.score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
-        return _spoken_or_shared(inputs, (score, mask, sink, keep, call.values), options, asked, None, compiling)
+        return _serialized_or_shared(inputs, (score, mask, sink, keep, call.values), options, asked, None, compiling)
     if keep is not None:
         keep.draw()
     planned, borrowed = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)

@@ -57,6 +57,15 @@ class _StraightThrough(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+def refuse_narrow_gradient(name: str, t: torch.Tensor) -> None:
+    """Raises `GradientUnsupported` where `t`, if it has 8 bits, asks for a gradient, which would have 8 bits too."""
+    if t.dtype in EIGHT_BITS and t.requires_grad and torch.is_grad_enabled():
+        raise errors.GradientUnsupported(
+            f"{name} is {t.dtype}, whose gradient would have 8 bits; quantise the tensor that learns by "
+            "ca.quantize(q, k, v), which gets it straight through"
+        )
+
+
 def scale_for(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
     """fp32: what numbers up to `largest` are divided by to fit into `dtype`; 1 where all are 0."""
     least = largest.float() / torch.finfo(dtype).max

@@ -11,7 +11,7 @@ from .. import errors
 from ..graph.sizes import surely
 from ..mods.score import Score
 from ..mods.values import Values
-from .eight_bits import EIGHT_BITS, Quantized
+from .eight_bits import EIGHT_BITS, Quantized, refuse_narrow_gradient
 from .problem import softmax_scale
 from .scales import rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
@@ -78,11 +78,7 @@ def _quantized(name: str, given: Any, scale: Any) -> Quantized:
                 f"{name}_scale is of 8-bit tensors, and {name} is {given.dtype}; leave it out, or multiply {name} by it"
             )
         return Quantized(given, None, dtype=given.dtype)
-    if given.requires_grad and torch.is_grad_enabled():
-        raise errors.GradientUnsupported(
-            f"{name} is {given.dtype}, whose gradient would have 8 bits; quantise the tensor that learns by "
-            "ca.quantize(q, k, v), which gets it straight through"
-        )
+    refuse_narrow_gradient(name, given)
     return Quantized(given, _number(name, scale, given))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -20,7 +20,7 @@ from ..analysis.program import Program
 from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag
-from ..call.eight_bits import EIGHT_BITS
+from ..call.eight_bits import EIGHT_BITS, refuse_narrow_gradient
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
 from ..call.problem import Problem, softmax_scale
 from ..call.schedule import AUTO, Schedule
@@ -151,9 +151,9 @@ class Planned:
 
     def _refuse_gradient(self, inputs: Inputs) -> None:
         """Raises `GradientUnsupported` where autograd would record a call whose keys lie in pages or have 8 bits."""
-        for t in (inputs.k, inputs.v):  # which nobody has looked at yet: they may be anything
-            if getattr(t, "dtype", None) in EIGHT_BITS and t.requires_grad and torch.is_grad_enabled():
-                refuse_narrow_gradient()
+        for name, t in (("k", inputs.k), ("v", inputs.v)):
+            if getattr(t, "dtype", None) in EIGHT_BITS:  # nobody has looked at it yet: it may be anything
+                refuse_narrow_gradient(name, t)
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
@@ -229,11 +229,3 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
             "keys in pages are for inference, forward only; call under torch.no_grad() or torch.inference_mode(), "
             "or pack the keys and pass varlen=ca.Varlen(cu_seqlens_q, cu_seqlens_k)"
         )
-
-
-def refuse_narrow_gradient() -> NoReturn:
-    """Raises `GradientUnsupported`: a tensor of 8 bits asks for a gradient, which would have 8 bits too."""
-    raise errors.GradientUnsupported(
-        "a tensor of 8 bits asks for a gradient, which would have 8 bits; quantise the tensor that learns by "
-        "ca.quantize(q, k, v), which gets it straight through"
-    )
