@@ -77,8 +77,9 @@ def dilated(case: Case, device: torch.device, width: int = 4096, step: int = 4) 
 
 
 def neighborhood(case: Case, device: torch.device, columns: int = 128, kernel: int = 7) -> Pattern:
-    """The `kernel` x `kernel` positions of an image around each; at an edge they are moved inwards."""
-    rows = case.q_len // columns
+    """The `kernel` x `kernel` positions of an image around each; at an edge they are moved inwards. The last row of
+    the image may be cut."""
+    rows = -(-case.q_len // columns)
 
     def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
         row = (q // columns - kernel // 2).clamp(0, rows - kernel)
@@ -87,6 +88,26 @@ def neighborhood(case: Case, device: torch.device, columns: int = 128, kernel: i
         return in_rows & (kv % columns >= column) & (kv % columns < column + kernel)
 
     return Pattern(f"neighborhood {rows}x{columns} {kernel}x{kernel}", mask, grid=(rows, columns))
+
+
+def video(
+    case: Case, device: torch.device, rows: int = 32, columns: int = 32, kernel: tuple[int, int, int] = (3, 11, 11)
+) -> Pattern:
+    """Frames of `rows` x `columns` positions, and the neighbourhood of each in all three axes."""
+    sizes = (case.q_len // (rows * columns), rows, columns)
+
+    def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
+        of_q = (q // (rows * columns), q // columns % rows, q % columns)
+        of_kv = (kv // (rows * columns), kv // columns % rows, kv % columns)
+        seen = None
+        for size, reach, at, other in zip(sizes, kernel, of_q, of_kv, strict=True):
+            first = (at - reach // 2).clamp(0, size - reach)
+            near = (other >= first) & (other < first + reach)
+            seen = near if seen is None else seen & near
+        return seen
+
+    name = "x".join(map(str, sizes)), "x".join(map(str, kernel))
+    return Pattern(f"neighborhood {name[0]} {name[1]}", mask, grid=sizes)
 
 
 def alibi(case: Case, device: torch.device) -> Pattern:
@@ -317,6 +338,23 @@ def _of_training() -> Iterable[Case]:
             yield _modded(pattern, direction, (direction, "mods", "gqa"), heads=32, kv_heads=8)
 
 
+# columns and kernel of an image, its positions (8,192 cut the last row of 96 and of 100 columns), heads, D
+IMAGES = ((96, 13, 8256, 16, 128), (96, 13, 8192, 16, 128), (100, 13, 8192, 16, 128), (64, 7, 4096, 32, 64))
+
+
+def _of_images() -> Iterable[Case]:
+    """Neighbourhoods whose image is no 128 x 128: other widths, cut last rows, and videos of three axes."""
+    for direction in ("forward", "backward"):
+        for columns, kernel, length, heads, dim in IMAGES:
+            pattern: PatternFactory = functools.partial(neighborhood, columns=columns, kernel=kernel)
+            name = f"{direction} D{dim} image {columns} wide S{length} {kernel}x{kernel}"
+            yield Case(name, ("images",), pattern, 1, heads, length, dim, direction=direction)
+        for columns, frames in ((32, 8), (96, 4)):
+            pattern = functools.partial(video, columns=columns)
+            name = f"{direction} D128 video {frames}x32x{columns} 3x11x11"
+            yield Case(name, ("images",), pattern, 1, 16, frames * 32 * columns, 128, direction=direction)
+
+
 def _of_scores_that_deviate() -> Iterable[Case]:
     """Scores further apart than those of N(0, 1), as trained models have: maxima rise for longer."""
     for dim, pattern, deviation in itertools.product((64, 96, 128, 192, 256), (full, causal), (2, 3, 6)):
@@ -435,6 +473,7 @@ def _of_cpus() -> Iterable[Case]:
 CASES: tuple[Case, ...] = tuple(
     itertools.chain(
         _of_training(),
+        _of_images(),
         _of_scores_that_deviate(),
         _of_both_halves(),
         _of_wide_heads(),
@@ -449,6 +488,7 @@ SETS: tuple[str, ...] = (
     "backward",
     "mods",
     "gqa",
+    "images",
     "deviation",
     "halves",
     "wide",
