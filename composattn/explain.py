@@ -148,7 +148,7 @@ def _call(problem: Problem, lengths: Lengths, scale: float | None) -> str:
     p = problem
     heads = f"{p.q_heads} heads" if p.group == 1 else f"{p.q_heads} query heads on {p.kv_heads} key/value heads"
     dims = f"D {p.head_dim}" if p.head_dim == p.head_dim_v else f"D {p.head_dim}, Dv {p.head_dim_v}"
-    types = " ".join(str(t).removeprefix("torch.") for t in dict.fromkeys((p.dtype, *p.keys)))
+    types = " ".join(str(t).removeprefix("torch.") for t in dict.fromkeys((p.dtype, *p.types)))
     if p.layout.is_dense:
         where = f"batch {p.batch}, {heads}, {p.q_len} queries x {p.kv_len} keys"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -77,13 +77,37 @@ class StripLayout(Layout):
 DENSE = Layout()
 
 
+class ElementTypes(NamedTuple):
+    """Element types of a call's tensors: k and v may have 8 bits beside a wider q, and q too beside a wider output."""
+
+    q: torch.dtype
+    k: torch.dtype
+    v: torch.dtype
+    out: torch.dtype
+
+    @staticmethod
+    def all_of(dtype: torch.dtype) -> ElementTypes:
+        """Those of a call with no 8 bits."""
+        return ElementTypes(dtype, dtype, dtype, dtype)
+
+    @property
+    def has_eight_bits(self) -> bool:
+        return len(set(self)) > 1
+
+    def __str__(self) -> str:
+        """For people to read: one name where there is one type, else those of q, k, v and the output."""
+        names = [str(t).removeprefix("torch.") for t in self]
+        return "q {}, k {}, v {}, out {}".format(*names) if self.has_eight_bits else names[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """q (batch, q_heads, q_len, head_dim), k (batch, kv_heads, kv_len, head_dim), v (..., kv_len, head_dim_v).
 
     Packed, `q_len` and `kv_len` are the rows of all sequences together and `batch` is their number; paged, `kv_len`
     is what the page table of one sequence has room for. `deterministic`: gradients are bitwise repeatable; None is as
-    torch is set when they are computed. `keys`: the dtypes of k and v where they have 8 bits; none where they have q's.
+    torch is set when they are computed. `dtype`: that of the output, and of q, k and v unless `narrow` says theirs,
+    which it does where k and v have 8 bits, or all three.
     """
 
     batch: int
@@ -98,7 +122,7 @@ class Problem:
     deterministic: bool | None = None
     layout: Layout = DENSE
     schedule: Schedule = AUTO
-    keys: tuple[torch.dtype, ...] = ()
+    narrow: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
 
     @property
     def group(self) -> int:
@@ -106,8 +130,9 @@ class Problem:
         return self.q_heads // self.kv_heads
 
     @property
-    def element_bytes(self) -> int:
-        return self.dtype.itemsize
+    def types(self) -> ElementTypes:
+        """Element types of q, k, v and the output."""
+        return ElementTypes.all_of(self.dtype) if self.narrow is None else ElementTypes(*self.narrow, self.dtype)
 
     @property
     def rounded(self) -> Problem:
@@ -155,8 +180,8 @@ class Problem:
             kv_len = paged.page_table.shape[1] * paged.page_size
         _check_sizes(batch, q_heads, q_len, kv_len, layout)
         sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v)
-        keys = (k.dtype, v.dtype) if k.dtype in EIGHT_BITS else ()
-        return Problem(*sizes, q.dtype, q.device, layout=layout, keys=keys)
+        narrow = (q.dtype, k.dtype, v.dtype) if k.dtype in EIGHT_BITS else None
+        return Problem(*sizes, q.dtype, q.device, layout=layout, narrow=narrow)
 
 
 def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:

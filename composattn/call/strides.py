@@ -14,12 +14,14 @@ import torch
 from ..graph.sizes import surely
 
 
-def ordered(t: torch.Tensor, width: Any) -> torch.Tensor:
-    """Uninitialised memory (*t.shape[:-1], width) in t's dtype, its other dimensions in the order of t's strides."""
+def ordered(t: torch.Tensor, width: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Uninitialised memory (*t.shape[:-1], width), its other dimensions in the order of t's strides; by default in t's
+    dtype.
+    """
     order = _order(t)
     if order is None:
-        return t.new_empty((*t.shape[:-1], width))
-    return t.new_empty_strided((*t.shape[:-1], width), _strides(t, width, order))
+        return t.new_empty((*t.shape[:-1], width), dtype=dtype)
+    return t.new_empty_strided((*t.shape[:-1], width), _strides(t, width, order), dtype=dtype)
 
 
 def strides_of_ordered(t: torch.Tensor, width: int) -> tuple[int, ...]:

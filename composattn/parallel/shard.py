@@ -149,7 +149,7 @@ class Shard:
         q, k, v = inputs[:3]
         if self.varlen is not None and all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in (q, k, v)):
             q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        refuse_eight_bits(Problem.of(q, k, v).keys)
+        refuse_eight_bits(Problem.of(q, k, v).types)
         for name, t in zip("qkv", (q, k, v), strict=True):
             if t.shape[2] != self.rows:
                 raise errors.WrongShare(

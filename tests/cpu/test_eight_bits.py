@@ -399,7 +399,7 @@ def test_ranks_that_share_a_sequence_refuse_8_bits_by_name(monkeypatch: pytest.M
         ca.Attention()(q, k, k, k_scale=0.5)
     with refused(errors.UnsupportedInParallel, "dequantised"):
         refuse_eight_bits((k.dtype, k.dtype))
-    refuse_eight_bits(())
+    refuse_eight_bits((torch.bfloat16,) * 4)
 
 
 def refused(kind: type[Exception], *said: str) -> Any:

@@ -22,6 +22,8 @@ ELEMENT = {
     torch.int8: cutlass.Int8,
     torch.uint8: cutlass.Uint8,
     torch.bool: Boolean,
+    torch.float8_e4m3fn: cutlass.Float8E4M3FN,
+    torch.float8_e5m2: cutlass.Float8E5M2,
 }
 
 

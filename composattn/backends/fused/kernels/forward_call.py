@@ -59,7 +59,7 @@ def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
 
 def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int) -> Launched:
     """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work."""
-    tiling, dtype = plan.tiling, given.q.element_type
+    tiling = plan.tiling
     queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     # a tile is the first two modes
     mK, mV = keys.for_copies(given.k), keys.for_copies(given.v)
@@ -86,7 +86,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
         in_segments = plan.has_segments  # of one head
         mO = queries.for_stores(given.out, rows) if in_segments else heads.view(queries.for_copies(given.out))
         tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
-    kv_bytes = Int64(kv_rows) * ((tiling.d + tiling.dv) * dtype.width // 8)
+    row_bits = tiling.d * given.k.element_type.width + tiling.dv * given.v.element_type.width
+    kv_bytes = Int64(kv_rows) * (row_bits // 8)
     sections = Sections(kv_bytes, tiling.l2, tiling.heads_together)
     heads_of = mQ.shape[2], mK.shape[2]
     order = TileScheduler.of(given.work, q_rows, tiling.queries, entries, *heads_of, sections)

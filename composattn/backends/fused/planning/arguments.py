@@ -68,17 +68,17 @@ class ForwardArguments(NamedTuple):
 
     @staticmethod
     def of(plan: ForwardPlan) -> ForwardArguments:
-        dtype, layout = plan.dtype, plan.layout
+        types, layout = plan.types, plan.layout
         rows = ("heads", "q_len") if layout.q == "packed" else ("batch", "heads", "q_len")
         parts = ("splits", *rows) if plan.is_split else rows
         statistic = TensorForm(torch.float32, parts, 1, align=4)
         return ForwardArguments(
-            q=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim),
-            k=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim),
-            v=_rows(dtype, layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
+            q=_rows(types.q, layout.q, "heads", "q_len", plan.head_dim),
+            k=_rows(types.k, layout.kv, "kv_heads", "kv_len", plan.head_dim),
+            v=_rows(types.v, layout.kv, "kv_heads", "kv_len", plan.head_dim_v),
             out=TensorForm(torch.float32, (*parts, plan.head_dim_v), 8, align=16)
             if plan.is_split
-            else _rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
+            else _rows(types.out, layout.q, "heads", "q_len", plan.head_dim_v),
             lse=statistic if plan.return_lse or plan.is_split else None,
             max_scores=statistic if plan.return_max_scores else None,
             scale=SCALE,
@@ -253,7 +253,7 @@ def _rows(dtype: torch.dtype, lie: str, heads: str, length: str, d: int) -> Tens
         "packed": (length, heads, d),
         "paged": ("pages", heads, length, d),
     }
-    return TensorForm(dtype, shapes[lie], 8, align=16)
+    return TensorForm(dtype, shapes[lie], 16 // dtype.itemsize, align=16)
 
 
 def _key_gradient(plan: BackwardPlan | GatherPlan, d: int) -> TensorForm:

@@ -137,13 +137,14 @@ def class_of(
 ) -> CallClass:
     """`rows`: of the least tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
     few = direction == "forward" and queries(problem) * slots(heads) <= rows
+    types = problem.types
     return CallClass(
         direction=direction,
         order="batch-invariant" if problem.schedule.batch_invariant else "fixed" if deterministic else "any",
         layout=_layout(problem),
         d=padded(problem.head_dim),
         dv=padded(problem.head_dim_v),
-        sectors=problem.head_dim * problem.element_bytes % 32 == problem.head_dim_v * problem.element_bytes % 32 == 0,
+        sectors=problem.head_dim * types.k.itemsize % 32 == problem.head_dim_v * types.v.itemsize % 32 == 0,
         mods=mods_of(program),
         mask=mask_of(program) if direction == "forward" else mask_of_keys(problem, program),
         packs=heads > 1,

@@ -15,7 +15,7 @@ from ....analysis.derived import Derived
 from ....analysis.program import Program
 from ....analysis.strips import Strips
 from ....analysis.tile_lists import KeyLists, made_lists
-from ....call.problem import Layout, Problem
+from ....call.problem import ElementTypes, Layout, Problem
 from ....errors import TooManyBlocks
 from ....graph.content import content
 from ....graph.expr import Capture, DType, Expr, index
@@ -106,7 +106,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def step(self) -> str:
-        return self.tiling.kernel
+        return self.tiling.step
 
     @property
     def shared_memory(self) -> int:
@@ -114,16 +114,23 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     def _text(self, rows: Mapping[str, str]) -> str:
         """For people to read: what each of the `rows` is about, and what it says."""
-        head = f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, "
+        head = f"{self.step} on {self.target.backend} ({self.target.arch}), {self._types()}, "
         memory = f"{self.shared_memory} bytes shared of {self.target.shared_memory}"
         said = [f"  {name:<10} {words}" for name, words in {**rows, "memory": memory}.items() if words]
         return "\n".join([f"{head}D {self.head_dim}, Dv {self.head_dim_v}", *said])
 
+    def _types(self) -> str:
+        return str(self.dtype)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardPlan(TiledPlan[AnyForwardTiling]):
-    """A forward kernel. `splits`: the number of parts that kv is cut into; `is_split`: it is, and `combine` follows."""
+    """A forward kernel. `splits`: the number of parts that kv is cut into; `is_split`: it is, and `combine` follows.
 
+    `types`: element types of what it is called with, the output's as `dtype`; parts of a split are fp32.
+    """
+
+    types: ElementTypes
     return_lse: bool
     positive_scale: bool
     intervals: tuple[IntervalShape, ...]  # none where the tiles are listed
@@ -207,6 +214,9 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         }
         return self._text(rows)
 
+    def _types(self) -> str:
+        return str(self.types) if self.types.has_eight_bits else str(self.dtype)
+
     def _kv_tiles(self) -> str:
         if self.lists is None:
             return " + ".join(map(_interval_words, self.intervals))
@@ -287,6 +297,7 @@ def forward_of(
     check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
     return ForwardPlan(
         **compiled_in(problem, target),
+        types=problem.types,
         has_order_table=work is not None,
         has_segments=segments is not None,
         tiling=tiling,

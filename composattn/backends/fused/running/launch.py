@@ -209,7 +209,8 @@ def tidied(*given: Any) -> ForwardArguments:
 
 def outputs(q: torch.Tensor, plan: ForwardPlan) -> Outputs:
     """What the plan returns for `q`, uninitialised."""
-    out = memory_like(q) if plan.head_dim_v == plan.head_dim else ordered(q, plan.head_dim_v)
+    alike = plan.head_dim_v == plan.head_dim and q.dtype is plan.dtype
+    out = memory_like(q) if alike else ordered(q, plan.head_dim_v, plan.dtype)
     lse = of_rows(q) if plan.return_lse else None
     return out, lse, of_rows(q) if plan.return_max_scores else None
 

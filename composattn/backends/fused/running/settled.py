@@ -40,11 +40,11 @@ def settles(*tensors: torch.Tensor) -> bool:
     return not wrapped and all(t.numel() and tidy(t) is t for t in tensors)
 
 
-def memory_of(t: torch.Tensor, width: int) -> Memory:
+def memory_of(t: torch.Tensor, width: int, dtype: torch.dtype) -> Memory:
     """Makes memory like `t` of each tensor of its form, in its order of dimensions, with `width` as the last one."""
-    if t.is_contiguous() and t.shape[-1] == width:
+    if t.is_contiguous() and t.shape[-1] == width and t.dtype is dtype:
         return torch.empty_like
-    like = form_alone((*t.shape[:-1], width), strides_of_ordered(t, width), t.device, t.dtype)
+    like = form_alone((*t.shape[:-1], width), strides_of_ordered(t, width), t.device, dtype)
     return lambda t: torch.empty_like(like)
 
 
@@ -78,7 +78,8 @@ class Settled:
         self.borrowable, self.others = call.captured.borrowable, call.captured.others
         self.with_lse: ForwardLauncher | None = None
         self.learns_captured = True in [t.requires_grad for t in call.captured()]
-        self.made = tuple(memory_of(t, width.shape[-1]) for t, width in ((q, v), (q, q), (k, k), (v, v)))
+        dtype = call.problem.dtype
+        self.made = tuple(memory_of(t, width.shape[-1], dtype) for t, width in ((q, v), (q, q), (k, k), (v, v)))
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
         # by whether dQ has to be repeatable, and which captured tensors want a gradient; None: more is always asked

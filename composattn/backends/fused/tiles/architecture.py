@@ -41,6 +41,10 @@ def _no_table(problem: Problem, program: Program, target: Target, deterministic:
     return "by rules; no table says what was measured"
 
 
+def _no_eight_bits(problem: Problem, program: Program) -> str:
+    return "FP8 keys and values have no kernel"
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
@@ -49,7 +53,8 @@ class Architecture:
     `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
     Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
     dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
-    step that a plan names, imports the kernel language.
+    step that a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or
+    what they are multiplied by, have no kernel; "" where there is one.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Architecture:
     kernels: Callable[[], Mapping[str, type[Kernel]]]
     forward_words: Callable[[Problem, Program, Target], str] = _no_table
     backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
+    refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""
@@ -74,11 +80,13 @@ class Architecture:
                 f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
                 'cast q, k and v, or use backend="streaming"'
             )
-        if problem.keys or program.values is not None:
-            raise UnsupportedDType(
-                f"FP8 keys and values have no kernel on {self.name} yet; dequantise with "
-                'ca.Quantized(k, k_scale).dequantised(q.dtype), and v likewise, or use backend="streaming"'
-            )
+        if problem.narrow is not None or program.values is not None:
+            why = self.refuses_eight_bits(problem, program)
+            if why:
+                raise UnsupportedDType(
+                    f"{why} on {self.name} yet; dequantise with "
+                    'ca.Quantized(k, k_scale).dequantised(q.dtype), and v likewise, or use backend="streaming"'
+                )
         for name, d, most in (
             ("D", problem.head_dim, self.max_head_dim),
             ("Dv", problem.head_dim_v, self.max_value_dim),

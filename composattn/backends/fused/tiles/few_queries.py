@@ -132,10 +132,12 @@ class TimeOfReading(Time):
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
-        bytes_of_tile = tiling.tile_n * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        types = problem.types
+        bytes_of_row = tiling.d * types.k.itemsize + tiling.dv * types.v.itemsize
+        bytes_of_tile = tiling.tile_n * bytes_of_row
         # a tile of keys for each SM
         rate = self.OF_RATE * target.memory_rate * 1e3
-        read = problem.batch * problem.kv_heads * keys(problem) * (tiling.d + tiling.dv) * problem.dtype.itemsize
+        read = problem.batch * problem.kv_heads * keys(problem) * bytes_of_row
         self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
         # for one block with all of the memory's rate
         softmax = self.EIGHT_ROWS if tiling.most_rows < tiling.tile_m else self.ALL_ROWS

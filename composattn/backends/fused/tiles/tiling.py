@@ -58,6 +58,11 @@ class Tiling(abc.ABC):
     heads_together: int | None = None
 
     @property
+    def step(self) -> str:
+        """The name by which its architecture knows the kernel."""
+        return self.kernel
+
+    @property
     def in_segments(self) -> bool:
         """Whether tiles of its kernel can begin with segments of rows that see only each other, if there are such."""
         return False
