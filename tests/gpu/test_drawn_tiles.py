@@ -11,7 +11,6 @@ import torch
 import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running import counter
-from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, sliding_window, softcap
@@ -106,4 +105,4 @@ def test_these_calls_are_drawn() -> None:
     for mods in MODS.values():
         for length in LENGTHS[2:]:
             plan = plan_forward(Problem.of(*drawn(3, length, 128)), ca.Attention(**mods()).program, HOPPER)
-            assert plan.tiling.scheduler is Scheduler.LATE
+            assert plan.tiling.scheduler.draws
