@@ -172,13 +172,13 @@ def documents(case: Case, device: torch.device, count: int = 12) -> Pattern:
     return Pattern(f"{count} documents", mask, causal=True, document_starts=starts)
 
 
-DOCUMENT_LENGTHS = (700, 1500, 300, 2500, 1192, 1000, 500, 500)  # 8192 tokens
+DOCUMENT_LENGTHS = (700, 1500, 300, 2500, 1192, 1000, 500, 500)  # of 8192 tokens; of others in this proportion
 
 
 def eight_documents(case: Case, device: torch.device, causal: bool = False) -> Pattern:
     """Documents of these lengths, every one seen whole from each of its positions, or up to there with `causal`."""
-    starts = (0, *itertools.accumulate(DOCUMENT_LENGTHS))
-    counts = torch.tensor(DOCUMENT_LENGTHS)
+    starts = (0, *(end * case.q_len // sum(DOCUMENT_LENGTHS) for end in itertools.accumulate(DOCUMENT_LENGTHS)))
+    counts = torch.tensor(starts).diff()
     ids = torch.repeat_interleave(torch.arange(len(counts)), counts).to(device=device, dtype=torch.int32)
 
     def mask(b, h, q, kv):  # type: ignore[no-untyped-def]
@@ -355,6 +355,22 @@ def _of_images() -> Iterable[Case]:
             yield Case(name, ("images",), pattern, 1, 16, frames * 32 * columns, 128, direction=direction)
 
 
+# D, batch, tokens, query heads, key/value heads
+OF_DOCUMENTS = (
+    (64, 2, 8192, 32, 32), (96, 2, 8192, 20, 20), (128, 8, 2048, 16, 16), (128, 1, 32768, 16, 16), (128, 8, 2048, 32, 4),
+    (128, 32, 512, 16, 16),
+)  # fmt: skip
+
+
+def _of_segments() -> Iterable[Case]:
+    """Documents by ids, which are timed beside the same documents as packed sequences."""
+    for direction, shape, in_order in itertools.product(("forward", "backward"), OF_DOCUMENTS, (False, True)):
+        dim, batch, length, heads, kv_heads = shape
+        name = f"{direction} D{dim} segments B{batch} S{length} {heads}/{kv_heads} {'causal' if in_order else 'full'}"
+        pattern: PatternFactory = functools.partial(eight_documents, causal=in_order)
+        yield Case(name, ("segments",), pattern, batch, heads, length, dim, kv_heads=kv_heads, direction=direction)
+
+
 def _of_scores_that_deviate() -> Iterable[Case]:
     """Scores further apart than those of N(0, 1), as trained models have: maxima rise for longer."""
     for dim, pattern, deviation in itertools.product((64, 96, 128, 192, 256), (full, causal), (2, 3, 6)):
@@ -474,6 +490,7 @@ CASES: tuple[Case, ...] = tuple(
     itertools.chain(
         _of_training(),
         _of_images(),
+        _of_segments(),
         _of_scores_that_deviate(),
         _of_both_halves(),
         _of_wide_heads(),
@@ -489,6 +506,7 @@ SETS: tuple[str, ...] = (
     "mods",
     "gqa",
     "images",
+    "segments",
     "deviation",
     "halves",
     "wide",
