@@ -71,7 +71,7 @@ def _of_form(form: ForwardForm) -> Choose:
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:
         call = forward_class(problem, program, target)
-        return tiling_of_form(form, problem, program, target) if serves(form, call) else None
+        return tiling_of_form(form, call, problem, program, target) if serves(form, call) else None
 
     return choose
 

@@ -13,11 +13,11 @@ MOST = 15
 WAYS = ast.If | ast.For | ast.While | ast.IfExp | ast.ExceptHandler | ast.match_case
 
 BEFORE: dict[str, int] = {
-    "access.atomic": 17, "api.__call__": 38, "api.attention": 33, "backward_tiling.backward_tiling": 17,
+    "access.atomic": 17, "api.__call__": 38, "api.attention": 33,
     "balanced.balanced": 17, "bands._lifted": 19, "borrowed.follow": 16, "cases.draw_case": 19,
     "cluster._advance": 20, "cluster._branch": 17, "cluster.run": 20, "emit._read_ahead": 20, "emit_row._times": 18,
     "fingerprint._end": 20, "fingerprint._function": 18, "flex.flex_attention": 27, "flow._post_dominators": 17,
-    "flow.cut": 19, "followed.real": 16, "forward_forms.large": 19, "forward_forms.small": 18,
+    "flow.cut": 19, "followed.real": 16,
     "gradient.__call__": 22, "interval_reads._extremes": 33, "key_tile.__init__": 18,
     "launch_backward.__call__": 18, "matrix.multiply": 23, "nn._mods": 16,
     "ops._folded": 17, "plan.forward_of": 18, "plan_cache._planned_by_form": 16, "plan_cache.planned_for": 24,

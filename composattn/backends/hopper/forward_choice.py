@@ -10,7 +10,7 @@ from ..fused.planning.call_class import CallClass, Rounds, class_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
-from .forward_forms import Facts, alone, documents, large, small
+from .forward_forms import Facts, tiling_of
 from .forward_table import ForwardForm, row_of
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
@@ -18,7 +18,8 @@ from .wide_tiling import WideTiling, wide_tiling
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """Tiles of the forward kernel."""
-    return tiling_of_form(row_of(forward_class(problem, program, target)).form, problem, program, target)
+    call = forward_class(problem, program, target)
+    return tiling_of_form(row_of(call).form, call, problem, program, target)
 
 
 def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
@@ -37,11 +38,11 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
     return f"{call}\n    form: {row.form}; {row.evidence}"
 
 
-def tiling_of_form(form: ForwardForm, problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
+def tiling_of_form(
+    form: ForwardForm, call: CallClass, problem: Problem, program: Program, target: Target
+) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
     if form.kind == "wide":
         return wide_tiling(problem, program, target)
-    call = Facts(problem, program, target)
-    if form.kind == "large":
-        return large(call, form.guesses, form.stays)
-    return {"few": few_rows, "small": small, "alone": alone, "documents": documents}[form.kind](call)
+    facts = Facts(problem, program, target, call)
+    return few_rows(facts) if form.kind == "few" else tiling_of(facts, form)

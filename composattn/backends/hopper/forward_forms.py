@@ -1,4 +1,4 @@
-"""The tilings of the forms that the Hopper forward's table names: what follows from a call once its form is known."""
+"""The tiling of a Hopper forward once its form is known: as many keys of a tile, and columns of Q, as there is room."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
+from ..fused.planning.call_class import CallClass
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
-from ..fused.tiles.segments import falls_apart
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
 from ..fused.tiles.traits import (
     bytes_at_pairs,
     changes_weights,
-    has_bounded_documents,
     has_opaque_test,
     keys,
-    padded,
     reads_any,
     reads_by,
-    reads_pairs,
     sees_at_most,
     tiles_are_equal,
 )
+from .forward_shapes import LESS, Shape, shape_of, steps_of
+from .forward_table import ForwardForm
 from .maxima import threshold_of
-from .row_steps import Kind, row_steps
-from .tiling import FROM_FIRST, GUESSING, ROWS, HopperTiling, registers_for
+from .tiling import GUESSING, ROWS, HopperTiling, registers_for
 
 # Columns of Q in registers by D and Dv, where there is no score mod, in blocks that stay, D 128 in others too. D 192: 3
 # to 5 % of 8k with the 80 keys that are left room for; D 128 of 1k and more: 1 to 3 %; D 256 gains nothing. None behind
@@ -46,9 +44,6 @@ SHORT_TOGETHER = ((256, 16), (512, 32))
 # Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
 # 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
 NARROW = 2048
-FEW_KEYS = 512  # up to which small blocks take 64 at a time, and stay where D is 64 (9 to 15 % of causal 128 to 512)
-# D whose blocks that stay draw their tiles; others were not timed so, and go by a fixed stride
-DRAWN = (64, 128, 192, 256)
 # Tiles of keys for which SMs would be idle, from which work is shared: with 15 and more 4k to 16k of D 128,
 # 8k of D 192 and 256 gain 1 to 2 %, with 6 to 8 their 2k lose 1. Not three warpgroups, whose loops have no register to
 # spare (D 64 loses 2 to 4 %), nor with all of Q in registers (192/128: 16 spilled)
@@ -62,27 +57,28 @@ class Facts:
     problem: Problem
     program: Program
     target: Target
+    call: CallClass
 
     @functools.cached_property
     def heads(self) -> int:
         """Query heads that share the rows of a tile."""
         return packed_heads(self.problem, self.program, ROWS)
 
-    @functools.cached_property
+    @property
     def dims(self) -> tuple[int, int]:
-        return padded(self.problem.head_dim), padded(self.problem.head_dim_v)
+        return self.call.d, self.call.dv
 
     @property
     def widest(self) -> int:
-        return max(self.dims)
+        return self.call.widest
 
     @property
     def keys(self) -> int:
         return keys(self.problem)
 
     @property
-    def masked(self) -> bool:
-        return self.program.mask is not None
+    def paged(self) -> bool:
+        return self.call.layout == "paged"
 
     @functools.cached_property
     def keys_in_order(self) -> int:
@@ -92,24 +88,28 @@ class Facts:
         few = self.widest <= 96 and sees_at_most(NARROW, self.program)
         return 64 if few else invariant_keys(self.widest, self.program)
 
-    @functools.cached_property
+    @property
     def most_read(self) -> int:
         """Keys of a tile: fewer beside what a score mod reads at each pair; numbers of 16 bits take half of the room.
 
         128 keys of such biases gain 5 % of causal calls at D 64, 9 of full ones, 6 and 5 at D 128; of fp32 they lose
         57.
         """
-        most = 2 if self.widest <= 128 else 0
-        return 128 if bytes_at_pairs(self.program.score) <= most else 96
+        return 128 if bytes_at_pairs(self.program.score) <= (2 if self.widest <= 128 else 0) else 96
+
+    def registers(self, shape: Shape) -> int:
+        """Registers of a thread that computes."""
+        return registers_for(shape.warpgroups, shape.blocks, self.paged).computing
 
     def keys_by_registers(self, registers: int) -> int:
         """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest.
 
-        Values on their way take 30 or 36; a test that is no bound 12 more, or 25 spilled with D 64 and 128 columns.
+        Values on their way take 30 or 36, of a score mod beside those of a mask 46 (6 spills with D 96 and 64 columns);
+        a test that is no bound 12 more, or 25 spilled with D 64 and 128 columns.
         """
-        other = 36 if self.program.score is not None or reads_any(self.program.mask) else 30
-        free = registers - other - 12 * has_opaque_test(self.program) - self.dims[1] // 2
-        return free * 4 // 3 // 16 * 16
+        scored, reads = self.program.score is not None, reads_any(self.program.mask)
+        other = 30 + 6 * (scored or reads) + 10 * (scored and reads) + 12 * has_opaque_test(self.program)
+        return (registers - other - self.call.dv // 2) * 4 // 3 // 16 * 16
 
     def stays(self, chosen: bool) -> bool:
         """Whether blocks are persistent: as asked for, else so."""
@@ -117,154 +117,87 @@ class Facts:
         return chosen if asked is None else asked
 
 
-def alone(call: Facts) -> HopperTiling:
-    """One warpgroup on an SM: blocks of two would leave half of them idle.
+def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
+    """A tile has as many keys as its shape, registers and shared memory have room for.
 
-    It takes 1.2 µs for a tile of 128 keys of D 128, two 1.3 for twice as many queries, and begins and ends sooner.
+    All of Q, if it waits in registers, goes before keys; some columns of it are held where the keys leave them room.
     """
-    most = 64 if call.widest > 192 or call.keys <= 128 else call.most_read
-    return tiling_of(call, "alone", warpgroups=1, most=most)
-
-
-def small(call: Facts) -> HopperTiling:
-    """One warpgroup for each block, and two or three blocks on an SM."""
-    program, dense = call.program, call.problem.layout.is_dense
-    three = call.widest <= 96 and call.keys_in_order <= 64
-    # weights are as the scores have them, no mask reads tensors, and rows may know of others
-    plain = dense and not (changes_weights(program) or reads_any(program.mask) or call.keys_in_order)
-    short = plain and call.keys <= FEW_KEYS
-    # 37 spills with 96 columns of a table; and 128 keys are two tiles of 64
-    few = short or reads_pairs(program.score) or call.keys <= 128
-    few = few or (program.score is None and sees_at_most(FEW_KEYS, program))
-    stays = call.stays(short and call.widest == 64)
-    return tiling_of(
-        call,
-        "three blocks" if three else "two blocks",
-        warpgroups=1,
-        blocks=3 if three else 2,
-        most=64 if few or call.widest > 64 else 96,
-        # values of a score mod beside those of a mask: 6 spills with D 96 and 64 columns
-        spare=10 if program.score is not None and reads_any(program.mask) else 0,
-        scheduler=Scheduler.STRIDE if stays else Scheduler.ONE_TILE,
-    )
-
-
-def large(call: Facts, guesses: bool, stays: bool) -> HopperTiling:
-    """Two groups of 64 queries, or three where D is at most 96 and a score mod's values need no registers."""
-    problem, program = call.problem, call.program
-    # what a score mod reads at (q, kv) waits in registers: 240 for each of two warpgroups instead of 160; so do the
-    # words of dropout (63 spilled with D 64)
-    narrow = call.widest <= 96 and not reads_pairs(program.score) and program.keep is None
-    warpgroups = 3 if narrow and call.keys_by_registers(160) >= call.keys_in_order else 2
-    # one tile a block at most: D 128 loses 2 to 4 % by drawing it; wider ones that stay hold columns of Q
-    once = call.widest <= 128 and query_tiles(problem, call.heads, ROWS * warpgroups) * problem.batch <= call.target.sms
-    scheduler = Scheduler.ONE_TILE
-    if call.stays(stays and not once):
-        scheduler = Scheduler.LATE if call.widest in DRAWN else Scheduler.STRIDE
-    holds = problem.layout.is_dense and not (changes_weights(program) or call.keys_in_order)
-    holds = holds and (call.keys >= HELD_KEYS if call.dims[0] == 128 else scheduler is not Scheduler.ONE_TILE)
-    tiling = tiling_of(
-        call,
-        "guesses" if guesses else "three warpgroups" if warpgroups == 3 else "two warpgroups",
-        warpgroups=warpgroups,
-        # D 256 with a mask has room for 80 keys; 64 cost less at its edges (1 to 2.5 % of 8k)
-        most=64 if call.widest > 192 and call.masked else call.most_read,
-        scheduler=scheduler,
-        resident=RESIDENT.get(call.dims, 0) if holds else 0,
-    )
-    shares = _shares(call, tiling)
-    return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if shares else tiling
-
-
-def documents(call: Facts) -> HopperTiling:
-    """Two warpgroups, with 128 keys at a time where tiles begin with documents (H200, 8k: 2 to 16 % before 112).
-
-    Else with 112 (1 to 2 % before 96 and 128). Blocks stay (2 to 12 %), but of full documents with which no tiles
-    begin, so that they differ more (4 % lost). They draw early: drawn late, twelve lose 3 %, eight causal ones 4. Eight
-    gain 3 % by columns of Q in registers, causal ones too, twelve nothing.
-    """
-    apart = falls_apart(call.problem, call.program)
-    stays = call.stays(apart or has_bounded_documents(call.program.mask))
-    return tiling_of(
-        call,
-        "documents",
-        warpgroups=2,
-        most=128 if apart else 112,
-        scheduler=Scheduler.EARLY if stays else Scheduler.ONE_TILE,
-        resident=RESIDENT.get(call.dims, 0) if stays else 0,
-    )
-
-
-def tiling_of(
-    call: Facts,
-    kind: Kind,
-    *,
-    warpgroups: int,
-    blocks: int = 1,
-    most: int,
-    spare: int = 0,
-    scheduler: Scheduler = Scheduler.ONE_TILE,
-    resident: int = 0,
-) -> HopperTiling:
-    """A tile has as many keys, up to `most`, as registers, but `spare` ones, and shared memory have room for.
-
-    All of Q, `resident` in registers, goes before keys; some columns of it are held where the keys leave them room.
-    """
-    (d, dv), kernel = call.dims, {"guesses": GUESSING, "documents": FROM_FIRST}.get(kind, "forward")
-    paged = call.problem.layout.kv == "paged"
-    room = registers_for(warpgroups, blocks, paged).computing - spare
+    shape = shape_of(form, facts.call)
+    if facts.keys_by_registers(facts.registers(shape)) < facts.keys_in_order:
+        shape = LESS.get(shape.kind, shape)
+    kernel, (d, dv) = shape.kernel(form), facts.dims
+    scheduler = _scheduler(facts, form, shape)
     made = HopperTiling(
         kernel=kernel,
-        tile_m=ROWS * warpgroups,
+        tile_m=ROWS * shape.warpgroups,
         tile_n=64,
         d=d,
         dv=dv,
-        heads_together=heads_together(call),
-        packed_heads=call.heads,
-        blocks=blocks,
+        heads_together=heads_together(facts),
+        packed_heads=facts.heads,
+        blocks=shape.blocks,
         scheduler=scheduler,
         # where maxima are guessed, few tiles look for their own
-        threshold=ALWAYS_RESCALE if kernel == GUESSING else threshold_of(call.problem),
+        threshold=ALWAYS_RESCALE if kernel == GUESSING else threshold_of(facts.problem),
         stages=2,
-        resident=resident,
-        steps=row_steps(kind, dv, call.program),
+        resident=_resident(facts, shape, scheduler),
+        steps=steps_of(form, shape, facts.call),
     )
-    rows = d + dv if made.separate_o else call.widest
-    by_registers = call.keys_by_registers(room - (resident // 4 if made.frees_queries else 0))
-    by_memory = keys_by_memory(call.target, made.tile_m, rows, d + dv)
-    tile_n = call.keys_in_order or min(by_registers, by_memory, most)
+    tiling = _filled(facts, shape, made)
+    return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(facts, tiling) else tiling
+
+
+def _scheduler(facts: Facts, form: ForwardForm, shape: Shape) -> Scheduler:
+    """One tile a block at most: D 128 loses 2 to 4 % by drawing it; wider ones that stay hold columns of Q."""
+    tiles = query_tiles(facts.problem, facts.heads, ROWS * shape.warpgroups) * facts.problem.batch
+    once = form.stays and facts.widest <= 128 and tiles <= facts.target.sms
+    return shape.scheduler if facts.stays(shape.stays or (form.stays and not once)) else Scheduler.ONE_TILE
+
+
+def _resident(facts: Facts, shape: Shape, scheduler: Scheduler) -> int:
+    free = shape.warpgroups == 2 and facts.call.layout == "dense" and not changes_weights(facts.program)
+    long = facts.keys >= HELD_KEYS if facts.call.d == 128 else scheduler is not Scheduler.ONE_TILE
+    return RESIDENT.get(facts.dims, 0) if free and long and not facts.keys_in_order else 0
+
+
+def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
+    (d, dv), registers, resident = facts.dims, facts.registers(shape), made.resident
+    rows = d + dv if made.separate_o else facts.widest
+    by_registers = facts.keys_by_registers(registers - (resident // 4 if made.frees_queries else 0))
+    by_memory = keys_by_memory(facts.target, made.tile_m, rows, d + dv)
+    tile_n = facts.keys_in_order or min(by_registers, by_memory, shape.keys, facts.most_read)
     # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
-    third = kernel == GUESSING and tile_n <= keys_by_memory(call.target, made.tile_m, rows, d + dv + 64, stages=3)
+    third = made.ones and tile_n <= keys_by_memory(facts.target, made.tile_m, rows, d + dv + 64, stages=3)
     return dataclasses.replace(
         made,
-        tile_n=whole_pages(tile_n) if paged else tile_n,
+        tile_n=whole_pages(tile_n) if facts.paged else tile_n,
         stages=3 if third else 2,
-        resident=resident if call.keys_by_registers(room - resident // 4) >= tile_n else 0,
+        resident=resident if facts.keys_by_registers(registers - resident // 4) >= tile_n else 0,
     )
 
 
-def heads_together(call: Facts) -> int | None:
+def heads_together(facts: Facts) -> int | None:
     """What is asked for, else one head where all query tiles visit the same keys and these are not too many."""
-    asked = call.problem.schedule.heads_together
-    if asked is not None or not call.problem.layout.is_dense:
+    asked = facts.problem.schedule.heads_together
+    if asked is not None or not facts.problem.layout.is_dense:
         return asked
-    if call.masked:
-        short = next((heads for most, heads in SHORT_TOGETHER if call.keys <= most), None)
-        return short if call.widest == 128 else None
-    few = 2 * call.keys * sum(call.dims) <= ONE_HEAD
-    return 1 if few and not reads_by(call.program.score, Pattern.PAIR) else None
+    if facts.program.mask is not None:
+        short = next((heads for most, heads in SHORT_TOGETHER if facts.keys <= most), None)
+        return short if facts.widest == 128 else None
+    few = 2 * facts.keys * sum(facts.dims) <= ONE_HEAD
+    return 1 if few and not reads_by(facts.program.score, Pattern.PAIR) else None
 
 
-def _shares(call: Facts, tiling: HopperTiling) -> bool:
+def _shares(facts: Facts, tiling: HopperTiling) -> bool:
     """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long.
 
     With score mods it was not timed.
     """
-    problem, sms = call.problem, call.target.sms
-    equal = tiles_are_equal(problem, call.program) and not (changes_weights(call.program) or call.keys_in_order)
+    problem, sms = facts.problem, facts.target.sms
+    equal = tiles_are_equal(problem, facts.program) and not (changes_weights(facts.program) or facts.keys_in_order)
     if not (equal and tiling.scheduler.draws and tiling.warpgroups == 2) or tiling.frees_queries:
         return False
     tiles = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
     idle = -tiles % sms / sms
     fits = 2 * sms**2 * key_tiles(problem, tiling.tile_n) < 1 << 31  # what `Shares` multiplies
-    return fits and tiles > 2 * sms and idle * call.keys > SHARED * tiling.tile_n
+    return fits and tiles > 2 * sms and idle * facts.keys > SHARED * tiling.tile_n
