@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 # A choice: how a call is cut, and in which order its tiles run. Records of tilings count, as what follows from their
 # fields is a choice too; tables on the device (`work`) don't, nor do rewrites of calls (strips, residues, widened)
 FILES = {
-    "fused": "backward_heads call_class coverage cut few_queries order patterns scheduler sharing tiling traits",
+    "fused": "backward_heads call_class coverage cut few_queries order patterns scheduler tiling traits",
     "hopper": "backward_choice backward_class backward_forms backward_table backward_tiling evidence few_rows "
-    "forward_choice forward_forms forward_table maxima row_steps tiling wide_tiling",
-    "blackwell": "backward_tiling exponential tiling",
+    "forward_choice forward_forms forward_shapes forward_table maxima tiling wide_tiling",
+    "blackwell": "backward_choice backward_tiling tiling",
 }
 """By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""
 

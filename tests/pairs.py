@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from composattn.analysis.program import Program
-from composattn.backends.fused.planning.sharing import Sharing
-from composattn.call.problem import Problem
+from composattn.backends.blackwell import backward_choice
+from composattn.backends.blackwell.backward_choice import KINDS, Kind
+from composattn.backends.fused.planning.call_class import BEYOND, CallClass, MaskKind
+from composattn.backends.fused.tiles.patterns import matches
 from composattn.dispatch import plan_cache
 
 
 @contextlib.contextmanager
-def sharing(blocks: int) -> Iterator[list[Problem]]:
+def sharing(blocks: int) -> Iterator[list[CallClass]]:
     """Plans that are made meanwhile have so many blocks for a tile of keys, where there is a choice; who asked."""
-    asked: list[Problem] = []
+    asked: list[CallClass] = []
 
-    def sharing_of(problem: Problem, program: Program, *sizes: Any) -> Sharing:
-        asked.append(problem)
-        return Sharing(blocks, "as a test asks")
+    def kind_of(call: CallClass, program: Any) -> Kind:
+        long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND)
+        one, two = next((one, two) for one, two, pattern in KINDS if matches(long, pattern))
+        if one is not two:
+            asked.append(call)
+        return one if blocks == 1 else two
 
-    # the module, whose name in its package is that of its function
-    module: Any = importlib.import_module("composattn.backends.blackwell.backward_tiling")
-    with mock.patch.object(module, "sharing_of", sharing_of), mock.patch.dict(plan_cache._plans, clear=True):
+    with mock.patch.object(backward_choice, "kind_of", kind_of), mock.patch.dict(plan_cache._plans, clear=True):
         yield asked

@@ -15,7 +15,6 @@ from benchmarks.model import held, peer, roofline
 from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, busy, kind_of, product, shared_bytes
 from benchmarks.model.loops import inner_loops, roles
 from benchmarks.model.visits import makespan, of_head, seen_keys
-from composattn.backends.blackwell.backward_tiling import CLOCKS, WIDE_ALONE, WIDE_PAIRED, WIDEST
 from composattn.backends.fused.compiling import disk_cache
 from composattn.backends.fused.compiling.inspect import SassInstruction, disassembled
 
@@ -44,13 +43,13 @@ def test_the_papers_backward_table_comes_out_of_the_shape(paired: bool, wanted: 
     assert roofline.backward(128, 128, 128, B200, paired) == {"matrix": 2560, "shared": shared, "exp": 1024}
 
 
-@pytest.mark.parametrize(("d", "dv"), CLOCKS)
-def test_one_block_or_two_by_the_clocks_of_the_busiest_unit(d: int, dv: int) -> None:
+@pytest.mark.parametrize(("d", "dv", "most"), [(128, 128, 1.24), (192, 128, 2.48), (128, 192, 2.37)])
+def test_two_blocks_pay_up_to_so_many_times_the_area(d: int, dv: int, most: float) -> None:
     wide = max(d, dv) > 128
     keys = 64 if wide else 128
     alone = roofline.backward(128, keys, d, B200, dv=dv, transposed=wide)
     paired = roofline.backward(128, 128, d, B200, True, dv)
-    assert CLOCKS[d, dv] == (128 // keys * max(alone.values()), max(paired.values()))
+    assert 128 // keys * max(alone.values()) / max(paired.values()) == pytest.approx(most, abs=0.01)
 
 
 def test_transposed_sums_read_p_too_and_whole_products_of_their_columns() -> None:
@@ -74,13 +73,12 @@ def test_two_blocks_with_half_of_the_queries_each_are_as_fast_as_products_at_d_2
     assert found == {"matrix": 5120, "shared": 5120, "exp": 1024}
     theirs = 7 * 2 * 128 * 128 * 256 / B200.matrix
     assert max(found.values()) <= 0.85 * theirs
-    assert max(found.values()) == WIDE_PAIRED, "by which the backward has one block or two for a tile of keys"
 
 
-def test_wide_rows_by_one_block_are_weighed_by_their_shape() -> None:
-    for (d, dv), clocks in WIDE_ALONE.items():
-        found = roofline.backward(128, 64, d, B200, dv=dv, transposed=True)
-        assert 2 * max(found.values()) == clocks >= WIDE_PAIRED and max(d, dv) <= WIDEST
+@pytest.mark.parametrize(("d", "dv"), [(256, 256), (256, 128), (192, 192), (128, 256)])
+def test_wide_rows_take_one_block_half_as_long_again_at_least(d: int, dv: int) -> None:
+    found = roofline.backward(128, 64, d, B200, dv=dv, transposed=True)
+    assert 2 * max(found.values()) >= 1.5 * 5120
 
 
 def test_a_doubled_exponential_unit_halves_its_clocks_alone() -> None:

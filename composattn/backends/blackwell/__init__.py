@@ -8,7 +8,7 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import BLACKWELL
-from .backward_tiling import backward_tiling
+from .backward_choice import backward_tiling, backward_words
 from .tiling import forward_tiling
 
 
@@ -48,5 +48,6 @@ ARCHITECTURE = Architecture(
     max_gradient_dim=256,
     forward_tiling=forward_tiling,
     backward_tiling=backward_tiling,
+    backward_words=backward_words,
     kernels=_kernels,
 )

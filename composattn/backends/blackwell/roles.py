@@ -1,8 +1,10 @@
-"""Who is which warp of a block, and with how many registers: one table for each form of the forward kernel."""
+"""Who is which warp of a block, and with how many registers: forward and backward."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from .tensor_memory import GROUPS
 
 WARPGROUP = 4  # warps; each has 32 of the 128 lanes of tensor memory
 REGISTERS = 65536  # of an SM
@@ -70,3 +72,33 @@ class Roles:
 
 TWO_TILES = Roles(tiles=2, softmax_registers=192, correction_registers=80, other_registers=48)
 ONE_TILE = Roles(tiles=1, softmax_registers=240, correction_registers=128, other_registers=136)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardRoles:
+    """Two warpgroups compute P and dS, one takes dQ out; of the last one a warp multiplies, one copies, one waits for
+    turns. Registers are those of a thread.
+    """
+
+    compute_registers: int
+    dq_registers: int
+    other_registers: int
+
+    dq = GROUPS * WARPGROUP  # the first warp of each role
+    matrix = dq + WARPGROUP
+    load = matrix + 1
+    turns = matrix + 2
+    load_across = matrix + 3  # second operands, where what has to be waited for comes in another order
+    threads = (GROUPS + 2) * WARPGROUP * 32
+
+    def __post_init__(self) -> None:
+        given = GROUPS * self.compute_registers + self.dq_registers + self.other_registers
+        if given > (GROUPS + 2) * REGISTERS // self.threads:
+            raise ValueError(f"{given} registers of a thread of each warpgroup, of {4 * REGISTERS // self.threads}")
+
+    def __str__(self) -> str:
+        registers = f"{self.compute_registers}/{self.dq_registers}/{self.other_registers}"
+        return (
+            f"P and dS {GROUPS} x 128 threads, half a row each; dQ 128 threads; a warp each for products, loads, "
+            f"turns; registers {registers}"
+        )

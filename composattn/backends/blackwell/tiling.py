@@ -5,20 +5,33 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import torch
+
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ...primitives.exponential_units import ExponentialUnits
+from ..fused.planning.call_class import ModsKind, mods_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
 from ..fused.tiles.traits import padded, queries, reads_pairs
-from .exponential import exponential_units
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
 ROWS = 128  # of one product: the lanes of tensor memory
 STEP = 16  # keys that one product sums over
 SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
+# Of 32 columns so many take their exponentials from multiply-adds, by what a score mod computes and by D + Dv: as many
+# as leave the busiest unit the least, of what an element takes in the machine code of these kernels
+# (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed. With 32 exponentials a clock (B300) only
+# soft caps gain
+PERIOD, OTHER = 32, 4
+BY_MODS = {ModsKind.PLAIN: 10, ModsKind.LINE: 6, ModsKind.PAIRS: 8}
+BY_WIDTH = ((192, 10), (224, 8), (256, 4), (288, 2))
+# Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
+# Degree 4 errs by 4e-6.
+DEGREE = {torch.bfloat16: 3, torch.float16: 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +109,21 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
         v_stages=v_stages,
         early_keys=tile_n * 3 // 4 // 32 * 32,
         maximum_by_load=target.maximum_by_load,
-        exponential=exponential_units(program, target, d, dv, problem.dtype),
+        exponential=_exponential(problem, program, target),
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
         scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
     )
+
+
+def _exponential(problem: Problem, program: Program, target: Target) -> ExponentialUnits:
+    width, mods = padded(problem.head_dim) + padded(problem.head_dim_v), mods_of(program)
+    if mods is ModsKind.OF_SCORE:
+        columns = 22 if target.exp2_per_clock == 16 else 2
+    else:
+        by_width = next((columns for most, columns in BY_WIDTH if width <= most), 0)
+        columns = min(by_width, BY_MODS.get(mods, OTHER)) if target.exp2_per_clock == 16 else 0
+    return ExponentialUnits(columns, PERIOD, DEGREE[problem.dtype]) if columns else ExponentialUnits()
 
 
 def _most_keys(problem: Problem, program: Program) -> int:
