@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,12 +12,10 @@ from ..graph.expr import DType, Expr
 from ..graph.linear import bounds
 from .derived import countable
 from .interval_values import Bools, Ints, T, Value, anything, widened
-
-if TYPE_CHECKING:
-    from .intervals import Tiles
+from .tile_grid import Grid
 
 
-def read_in_tiles(node: Expr, at: list[Any], tiles: Tiles) -> Value:
+def read_in_tiles(node: Expr, at: list[Any], tiles: Grid) -> Value:
     """A captured tensor between its smallest and largest element among those that a tile reads."""
     held = node.attr.tensor
     x = tiles.tensors.get(id(held), held).detach().to(tiles.device)
@@ -33,55 +32,73 @@ def read_in_tiles(node: Expr, at: list[Any], tiles: Tiles) -> Value:
     return widened(low.to(torch.float64), high.to(torch.float64), nan)
 
 
-def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Tiles) -> list[T]:
+def _extremes(sources: list[tuple[T, bool]], node: Expr, at: list[Ints], tiles: Grid) -> list[T]:
     """For each (tensor, largest?), all read at the same places: the extreme over what each tile reads, in its dtype."""
-    xs, most = [x for x, _ in sources], [largest for _, largest in sources]
-    # the position in each dimension, or the axis of the grid along which it goes 0, 1, ...; None for a range
-    indices: list[T | int | None] = []
-    ranged: _Range | None = None
-    for d, (index, v) in enumerate(zip(node.args, at, strict=True)):
-        size = xs[0].shape[d]
+    reading = _Reading(sources)
+    for index, v in zip(node.args, at, strict=True):
+        reading.dimension(index, v, tiles)
+    return reading.extremes()
+
+
+class _Reading:
+    """Tensors that are read at the same places: dimension by dimension reduced to the extremes of each tile."""
+
+    def __init__(self, sources: list[tuple[T, bool]]) -> None:
+        self.xs, self.most = [x for x, _ in sources], [largest for _, largest in sources]
+        # the position in each dimension, or the axis of the grid along which it goes 0, 1, ...; None for a range
+        self.indices: list[T | int | None] = []
+        self.ranged: _Range | None = None
+
+    def dimension(self, index: Expr, v: Ints, tiles: Grid) -> None:
+        """The next one, which is read at `index`, whose bounds are `v`."""
+        d = len(self.indices)
+        size, which = self.xs[0].shape[d], int(index.attr == "kv")
         if size == 1:
-            indices.append(0)
-            continue
-        which = int(index.attr == "kv")
-        if index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
-            part = tiles.positions[which]
-            xs = [_by_tiles(x, d, tiles.tile[which], part, largest) for x, largest in zip(xs, most, strict=True)]
-            indices.append(2 + which)
-            continue
-        # negative positions count from the end
-        signed = bounds(index)[0] < 0 and tiles.everywhere.of(index)[0] < 0
-        if v.low is v.high:
-            indices.append((torch.where(v.low < 0, v.low + size, v.low) if signed else v.low).clamp(0, size - 1))
-            continue
+            self.indices.append(0)
+        elif index.op == "index" and index.attr in ("q", "kv") and tiles.cuts[which] is None:
+            self._reduce(lambda x, largest: _by_tiles(x, d, tiles.tile[which], tiles.positions[which], largest))
+            self.indices.append(2 + which)
+        else:  # negative positions count from the end
+            signed = bounds(index)[0] < 0 and tiles.everywhere.of(index)[0] < 0
+            if v.low is v.high:
+                position = torch.where(v.low < 0, v.low + size, v.low) if signed else v.low
+                self.indices.append(position.clamp(0, size - 1))
+            else:
+                self._range(d, size, v, signed)
+
+    def _range(self, d: int, size: int, v: Ints, signed: bool) -> None:
         low, high = v.low.clamp(0, size - 1), v.high.clamp(0, size - 1)
         if signed:
             low, high = torch.where(v.low < 0, 0, low), torch.where(v.low < 0, size - 1, high)
         width = size - 1 if v.width is None or signed else min(v.width, size - 1)
         axis = 3 - (low.shape[3] == 1)
         if low.shape[axis] == low.numel():  # the same for all heads, and moves along one axis of the grid only
-            xs = _over_ranges(xs, most, d, low.flatten(), high.flatten(), width)
-            indices.append(axis)
-        elif ranged is None:
-            ranged = _Range(d, low, high, width)
-            indices.append(None)
+            self.xs = _over_ranges(self.xs, self.most, d, low.flatten(), high.flatten(), width)
+            self.indices.append(axis)
+        elif self.ranged is None:
+            self.ranged = _Range(d, low, high, width)
+            self.indices.append(None)
         else:  # a second range that moves along both: the whole of that dimension
-            xs = [
-                (torch.amax if largest else torch.amin)(x, d, keepdim=True) for x, largest in zip(xs, most, strict=True)
-            ]
-            indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=xs[0].device))
-    axes = [i for d, i in enumerate(indices) if xs[0].shape[d] > 1]
-    if all(isinstance(i, int) for i in axes) and axes == sorted(set(axes)):  # type: ignore[type-var]
-        lying = [1, 1, 1, 1]
-        for place, count in zip(axes, [n for n in xs[0].shape if n > 1], strict=True):
-            lying[place] = count  # type: ignore[index]
-        return [x.reshape(lying) for x in xs]
-    full = [_numbers(xs[0], d, i) if isinstance(i, int) else i for d, i in enumerate(indices)]
-    if ranged is not None:
-        return [_over_range(x, ranged, full, largest) for x, largest in zip(xs, most, strict=True)]
-    places = tuple(torch.broadcast_tensors(*full))  # type: ignore[arg-type]
-    return [x[places] for x in xs]
+            self._reduce(lambda x, largest: (torch.amax if largest else torch.amin)(x, d, keepdim=True))
+            self.indices.append(torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=low.device))
+
+    def _reduce(self, reduced: Callable[[T, bool], T]) -> None:
+        self.xs = [reduced(x, largest) for x, largest in zip(self.xs, self.most, strict=True)]
+
+    def extremes(self) -> list[T]:
+        """What each tensor gives, once all dimensions are known."""
+        xs = self.xs
+        axes = [i for d, i in enumerate(self.indices) if xs[0].shape[d] > 1]
+        if all(isinstance(i, int) for i in axes) and axes == sorted(set(axes)):  # type: ignore[type-var]
+            lying = [1, 1, 1, 1]
+            for place, count in zip(axes, [n for n in xs[0].shape if n > 1], strict=True):
+                lying[place] = count  # type: ignore[index]
+            return [x.reshape(lying) for x in xs]
+        full = [_numbers(xs[0], d, i) if isinstance(i, int) else i for d, i in enumerate(self.indices)]
+        if self.ranged is not None:
+            return [_over_range(x, self.ranged, full, largest) for x, largest in zip(xs, self.most, strict=True)]
+        places = tuple(torch.broadcast_tensors(*full))  # type: ignore[arg-type]
+        return [x[places] for x in xs]
 
 
 def _numbers(x: T, d: int, axis: int) -> T:
