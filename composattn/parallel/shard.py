@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,12 +31,10 @@ from .heads import ByHeads
 from .keys import ByKeys
 from .movement import Movement
 from .offset_mods import Graphs, OffsetMods, Packed
+from .options import Options
 from .strategy import Given, Strategy
 from .traffic import TensorSizes, Traffic, chosen
 from .visits import visits_of
-
-if TYPE_CHECKING:
-    from .context import ContextParallel
 
 _KEPT = 2  # contents of one mask that a shard remembers how to move for
 _numbers = itertools.count()
@@ -56,7 +54,7 @@ def shard_of(number: int) -> Shard:
 class Shard:
     """A sequence divided among ranks: which tokens are this rank's, and how its attentions see the others'."""
 
-    def __init__(self, cp: ContextParallel, division: Division, packed: Packed | None, varlen: Varlen | None) -> None:
+    def __init__(self, cp: Options, division: Division, packed: Packed | None, varlen: Varlen | None) -> None:
         self.cp, self.division, self.packed, self.varlen = cp, division, packed, varlen
         self.seq_len = division.visits.tile * division.visits.tiles
         self.rank = cp.ranks.rank
