@@ -27,7 +27,6 @@ import composattn as ca
 from composattn import backends
 from composattn.analysis.derived import Derived
 from composattn.analysis.program import Program
-from composattn.backends import PreparedCall
 from composattn.backends.fused.planning.arguments import (
     ForwardArguments,
     MainArguments,
@@ -37,6 +36,7 @@ from composattn.backends.fused.planning.arguments import (
 from composattn.backends.fused.rewrites import prepared
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
+from composattn.call.prepared import PreparedCall
 from composattn.call.problem import Problem, softmax_scale
 from composattn.dispatch import plan_cache
 from composattn.mods import causal, document, sliding_window

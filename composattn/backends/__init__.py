@@ -6,61 +6,19 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from .. import errors
 from ..analysis.program import Program
-from ..call.autograd import Differentiable
-from ..call.inputs import Asked, Inputs, Outputs
+from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
-from ..call.sequences import NO_SEQUENCES, Sequences
-from ..graph.borrowed import Borrowed
 from . import blackwell, hopper, reference, streaming
 from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.tiles.target import TARGETS, Target
-
-ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
-"""(q, k, v, what the call borrows) → out, of inputs of one form; None where the call has to go its whole way."""
-
-
-class PreparedCall(Protocol):
-    """A prepared call: everything decided but the tensors' contents."""
-
-    @property
-    def plan(self) -> str:
-        """The plans of its kernels, for people to read; empty where there are none."""
-
-    @property
-    def rewrites(self) -> str:
-        """What each rewrite made of the call, or why it left it as it is, for people to read; empty where none did."""
-
-    @property
-    def captured_sums(self) -> str:
-        """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
-
-    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
-        """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
-
-    def short_way(self, inputs: Inputs) -> ShortWay | None:
-        """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
-
-    def begin(
-        self, scalars: Seq[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
-    ) -> Differentiable:
-        """One differentiable call with these run-time numbers and sequences, for a caller that records it."""
-
-
-class Prepare(Protocol):
-    """How a backend turns the facts of a call into a prepared one, or refuses by a named error."""
-
-    def __call__(self, problem: Problem, program: Program, scale: float) -> PreparedCall:
-        """Plans for all inputs that pose this problem, `rounded`: of packed sequences there may be fewer rows."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def attention(
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> ReferenceCall:
-    """A call of this backend; see `composattn.backends.Prepare`."""
+    """A call of this backend; see `composattn.call.prepared.Prepare`."""
     return ReferenceCall(program, scale)
 
 

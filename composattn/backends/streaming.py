@@ -46,7 +46,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def prepare(problem: Problem, program: Program, scale: float) -> StreamingCall:
-    """A call of this backend with its derivatives kept for the next; see `composattn.backends.Prepare`."""
+    """A call of this backend with its derivatives kept for the next; see `composattn.call.prepared.Prepare`."""
     return StreamingCall(DerivedMods(program, scale))
 
 

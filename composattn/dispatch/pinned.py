@@ -16,7 +16,8 @@ from ..graph.borrowed import Borrowed
 from ..mods.mask import Mask
 from . import operators
 from .captured import refuse_flattened
-from .planned import Options, Planned
+from .planned import Planned
+from .plans import Options
 from .serialized import Mods, Serialized, serialize
 
 

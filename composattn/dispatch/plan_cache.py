@@ -30,7 +30,8 @@ from ..mods.score import Score
 from ..mods.sink import Sink
 from ..mods.values import Values
 from .captured import refuse_flattened
-from .planned import Options, Planned
+from .planned import Planned
+from .plans import Options
 
 LIMIT = 2048  # ways by which plans are known, most by their form and by what functions say; the oldest go first
 CachedPlan = tuple[Planned, tuple[BorrowedCapture, ...], list[int]]  # with what it reads, and the sum of its epochs

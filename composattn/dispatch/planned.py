@@ -1,12 +1,7 @@
-"""Attention with given graphs, planned for each form of inputs that it meets: what `Attention` and kept plans share.
-
-A call flows: program (graphs) → problem (checked facts of q, k, v) → backend → prepared call → (out, lse). Everything
-but the last step is remembered by the form of the inputs.
-"""
+"""Attention with given graphs, called: what `Attention` and cached plans share."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,48 +10,27 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from .. import backends, errors
+from .. import errors
 from ..analysis.program import Program
 from ..call import checks
 from ..call.block_sparse import Table
 from ..call.checks import check_flag
 from ..call.eight_bits import EIGHT_BITS, refuse_narrow_gradient
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
-from ..call.problem import Problem, softmax_scale
-from ..call.schedule import AUTO, Schedule
+from ..call.prepared import PreparedCall, ShortWay
+from ..call.schedule import Schedule
 from ..graph.borrowed import Borrowed
 from ..graph.forms import of_these_forms
 from . import transforms
-from .captured import check_captures
 from .contents import check_call
+from .plans import Options, Plans
 from .serialized import Serialized
 
-_FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
 _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make a key of one and find it takes 1.9
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 # whether q, k and v are of these forms, and sequences lie so
-_Met = tuple[Callable[..., bool], Any, backends.PreparedCall, backends.ShortWay | None]
-
-
-class Options:
-    """What a call asks for besides its mods; checked, compared by value."""
-
-    __slots__ = ("backend", "deterministic", "scale", "schedule")
-
-    def __init__(
-        self, scale: float | None, backend: str | None, deterministic: bool | None, schedule: Schedule | None
-    ) -> None:
-        softmax_scale(scale, 1)
-        backends.check_name(backend)
-        if deterministic is not None and not isinstance(deterministic, bool):
-            raise errors.UnsupportedOption(
-                f"deterministic is {deterministic!r}; it must be True, False, or None (torch's setting)"
-            )
-        if schedule is not None and not isinstance(schedule, Schedule):
-            raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
-        self.scale, self.backend, self.deterministic = scale, backend, deterministic
-        self.schedule = AUTO if schedule is None else schedule
+_Met = tuple[Callable[..., bool], Any, PreparedCall, ShortWay | None]
 
 
 class CallOptions(InputOptions, total=False):
@@ -73,18 +47,13 @@ class CallOptions(InputOptions, total=False):
     schedule: Schedule | None
 
 
-class Planned:
-    """The graphs and options of a call, and the prepared calls for all forms of inputs met so far.
-
-    `serialized`: the call as text, where operators may know it by a number.
-    """
+class Planned(Plans):
+    """Plans that can be called. `serialized`: the call as text, where operators may know it by a number."""
 
     serialized: Serialized | None = None
 
     def __init__(self, program: Program, options: Options) -> None:
-        self.program, self.options = program, options
-        self._prepared: dict[Any, backends.PreparedCall] = {}  # by the form of the inputs
-        self._planned: dict[Any, backends.PreparedCall] = {}  # by what plans are made of: fewer
+        super().__init__(program, options)
         self._latest: tuple[_Met, ...] = ()  # of the forms
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
@@ -94,7 +63,7 @@ class Planned:
         if autocast:
             inputs = inputs.autocast
         q, k, v, varlen, paged = inputs
-        call: backends.PreparedCall | None = None
+        call: PreparedCall | None = None
         # `transforms.active`, without the call
         if not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             lie = None if varlen is None and paged is None else inputs.lie
@@ -116,7 +85,7 @@ class Planned:
         with _NOTHING if borrowed is None else borrowed:
             return asked_of(self._called(call, inputs, asked), asked)
 
-    def short_way_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> backends.ShortWay | None:
+    def short_way_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ShortWay | None:
         """Gives the output of a dense call that asks for nothing else, where its form is known; each form has its own.
 
         Not to be asked below a transform: a plan that was made there knows no forms.
@@ -131,7 +100,7 @@ class Planned:
                 return short_way
         return None
 
-    def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[backends.PreparedCall, backends.ShortWay | None]:
+    def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[PreparedCall, ShortWay | None]:
         """The call of inputs of this form, and its short way, from now on among the latest."""
         with _NOTHING if borrowed is None else borrowed:
             self._refuse_gradient(inputs)
@@ -141,7 +110,7 @@ class Planned:
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]
 
-    def _called(self, call: backends.PreparedCall | None, inputs: Inputs, asked: Asked) -> Outputs:
+    def _called(self, call: PreparedCall | None, inputs: Inputs, asked: Asked) -> Outputs:
         """The whole way, by the call of the inputs' form; None below transforms."""
         self._refuse_gradient(inputs)
         if call is None:
@@ -157,54 +126,9 @@ class Planned:
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
-    def prepared(self, inputs: Inputs) -> backends.PreparedCall:
-        """The prepared call for inputs of this form, remembered."""
-        try:
-            form = inputs.form
-        except (AttributeError, TypeError, RuntimeError):
-            Problem.of(*inputs)  # not tensors, or not strided ones: says which
-            raise
-        call = self._prepared.get(form)
-        if call is None:
-            if len(self._prepared) >= _FORMS_LIMIT:
-                self._prepared.clear()
-                self._planned.clear()
-            call = self._prepared[form] = self._prepare(self.problem(inputs))
-        return call
-
-    def _prepare(self, problem: Problem) -> backends.PreparedCall:
-        """Checks what the mods read, picks the backend and lets it plan, unless it did; what a repeated call skips."""
-        if problem.device.type == "meta":
-            raise errors.BackendUnavailable(
-                "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
-                "torch._subclasses.fake_tensor.FakeTensorMode()"
-            )
-        check_captures(self.program, problem)
-        planned = problem.rounded
-        key = (planned, planned.layout.hints)
-        call = self._planned.get(key)
-        if call is None:
-            call = self._planned[key] = self._plan(planned)
-        return call
-
-    def with_program(self, program: Program) -> Planned:
-        """A plan of other graphs with these options, which knows no forms yet."""
-        return Planned(program, self.options)
-
     def check_again(self) -> None:
-        """Lets the next call of each form check what its mods read; what was planned stays."""
-        self._prepared.clear()
+        super().check_again()
         self._latest = ()
-
-    def _plan(self, problem: Problem) -> backends.PreparedCall:
-        backend = backends.choose(self.options.backend, problem)
-        return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
-
-    def problem(self, inputs: Inputs) -> Problem:
-        """The checked facts of a call with these inputs."""
-        problem = Problem.of(*inputs)
-        options = self.options
-        return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)
 
 
 def asked_for(return_lse: bool, return_max_scores: bool) -> Asked:

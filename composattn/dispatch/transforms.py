@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -46,9 +46,7 @@ from ..graph.ops import apply
 from ..graph.rebuilt import rebuild
 from .captured import check_captures
 from .contents import check_reads
-
-if TYPE_CHECKING:
-    from .planned import Planned
+from .plans import Plans
 
 LENGTHS = 6  # tensors that `flatten` gives
 _B = index("b")
@@ -75,7 +73,7 @@ def break_graph() -> None:
 
 
 def attend(
-    attention: Planned, inputs: Inputs, return_max_scores: bool
+    attention: Plans, inputs: Inputs, return_max_scores: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
@@ -92,7 +90,7 @@ def attend(
 
 
 def _attend(
-    attention: Planned, inputs: Inputs, return_max_scores: bool
+    attention: Plans, inputs: Inputs, return_max_scores: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     problem = attention.problem(inputs)
     program = attention.program
@@ -166,7 +164,7 @@ class TransformedCall:
     `mods` (see `Program`) read `captures`, which are stand-ins: of each only type and rank count.
     """
 
-    attention: Planned
+    attention: Plans
     mods: tuple[Expr | None, ...]
     captures: tuple[Capture, ...]
     numbers: dict[Any, Any]
@@ -238,7 +236,7 @@ _plans: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 _PLANS_LIMIT = 64  # rewritten forms of one plan that are remembered, before it starts anew
 
 
-def _planned(call: TransformedCall, captured: Sequence[Any]) -> Planned:
+def _planned(call: TransformedCall, captured: Sequence[Any]) -> Plans:
     """A plan that reads `captured`; remembered where the mods hold these tensors themselves."""
     attention = call.attention
     held = all(t is c.tensor for t, c in zip(captured, call.captures, strict=True))

@@ -129,7 +129,8 @@ def test_most_of_what_is_visited_needs_no_test() -> None:
     mask = dilated_window((600, 0), 4)
     call = prepared_for(problem(1, 4096, 4096), mask_mod=mask)
     assert isinstance(call, CallApart) and len(call.calls) == 1
-    (interval,) = call.calls[0].program.intervals
+    (part,) = call.apart.calls
+    (interval,) = part[1].intervals
     assert not interval.never_full
     (whole,) = ca.Attention(mask_mod=mask).program.intervals
     assert whole.never_full

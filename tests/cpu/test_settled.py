@@ -14,6 +14,7 @@ import composattn as ca
 from benchmarks.host_work import copied, without_kernels
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments
 from composattn.backends.fused.running import call as fused_call
+from composattn.backends.fused.running import kernels as fused_kernels
 from composattn.errors import GradientUnsupported
 from composattn.mods import alibi, causal, document
 
@@ -32,7 +33,7 @@ def given() -> Iterator[Given]:
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many calls and gradients took the long way."""
     taken: list[int] = []
-    for kind, name in ((fused_call.FusedCall, "__call__"), (fused_call.FusedAttend, "backward")):
+    for kind, name in ((fused_call.FusedCall, "__call__"), (fused_kernels.FusedAttend, "backward")):
         before: Any = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *x, before=before: (taken.append(1), before(*x))[1])
     return taken

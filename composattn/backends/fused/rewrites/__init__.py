@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ..tiles.target import Target
-from .apart import CallApart, Make
+from .apart import CallApart, GeneratedCall, Make
 from .invariant import invariant
 from .last_row import without_last_row
 from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
@@ -22,9 +22,6 @@ from .residues import by_residues
 from .segments import in_segments
 from .strips import by_strips
 from .widened import in_64_bits
-
-if TYPE_CHECKING:
-    from ..running.call import FusedCall
 
 REWRITES: dict[str, Callable[[Posed], Found]] = {
     "residues": by_residues,
@@ -73,7 +70,7 @@ def _applied(posed: Posed, names: list[str], whole: bool) -> Rewriting:
     return Rewriting(posed, said)
 
 
-def prepared(make: Make, problem: Problem, program: Program, scale: float, target: Target) -> FusedCall | CallApart:
+def prepared(make: Make, problem: Problem, program: Program, scale: float, target: Target) -> GeneratedCall:
     """The call by one of `make`, or by several where a rewrite takes it apart."""
     found, said = _applied(Posed(problem, program, target), TAKE_APART, whole=False)
     if isinstance(found, Posed):
@@ -82,7 +79,7 @@ def prepared(make: Make, problem: Problem, program: Program, scale: float, targe
     return CallApart(functools.partial(_part, make, target), problem, found, name, scale)
 
 
-def _part(make: Make, target: Target, problem: Problem, program: Program, scale: float) -> FusedCall | CallApart:
+def _part(make: Make, target: Target, problem: Problem, program: Program, scale: float) -> GeneratedCall:
     return prepared(make, problem, program, scale, target)
 
 

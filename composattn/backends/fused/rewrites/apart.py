@@ -6,13 +6,14 @@ Queries of the parts never overlap. Keys may, and then their gradients are sums:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ....analysis.program import Program
 from ....call.autograd import BackwardInputs, Grads, Results, attend
 from ....call.inputs import Asked, Inputs, Outputs
+from ....call.prepared import PreparedCall
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
@@ -21,15 +22,27 @@ from ....graph.expr import Capture
 from ..tiles.target import Target
 from .posed import Apart, Part
 
-if TYPE_CHECKING:
-    from ..running.call import FusedCall
 
-Make = Callable[[Problem, Program, float, Target], "FusedCall"]
-MakePart = Callable[[Problem, Program, float], "FusedCall | CallApart"]
+class GeneratedCall(PreparedCall, Protocol):
+    """A prepared call by generated kernels."""
+
+    @property
+    def checks_gradient(self) -> None:
+        """Raises: `GradientUnsupported` where there is no backward."""
+
+    def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
+        """What a call launches, made now: the forward for what it asks for; with `gradient` all that autograd needs.
+
+        Raises: `GradientUnsupported`.
+        """
+
+
+Make = Callable[[Problem, Program, float, Target], GeneratedCall]
+MakePart = Callable[[Problem, Program, float], GeneratedCall]
 
 
 class CallApart:
-    """A prepared call; its parts are calls of `make`. Raises as `FusedCall`."""
+    """A prepared call; its parts are calls of `make`. Raises as these."""
 
     def __init__(self, make: MakePart, problem: Problem, apart: Apart, name: str, scale: float) -> None:
         self.problem, self.apart, self.name = problem, apart, name

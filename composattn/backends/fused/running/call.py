@@ -2,87 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ....analysis.derived import Derived, behind
 from ....analysis.graphs import numbers_now
-from ....analysis.program import Program
-from ....call.autograd import BackwardInputs, Grads, Results, attend
+from ....call.autograd import attend
 from ....call.inputs import Asked, Inputs, Outputs
-from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
-from ....graph.borrowed import Borrowed, TensorsOf, borrowed_again
-from ....graph.expr import Capture
-from ..compiling.compile import compile_plan
-from ..planning.plan import forward_of
 from ..planning.plan_backward import backward_of
-from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
-from ..tiles.target import Target
-from .backward_kernels import SinkGradient
-from .gradient import FusedGradient
-from .launch import ForwardLauncher
+from .kernels import FusedAttend, FusedKernels
 from .settled import Settled, settles
 
 
-class FusedCall:
-    """One form of inputs: its kernels, with and without LSE, made by `kernel_of` when first launched.
-
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`; `UnsupportedLayout`, `GradientUnsupported`
-    when called.
-    """
-
-    launches: ClassVar[type[ForwardLauncher]] = ForwardLauncher
-
-    def __init__(
-        self,
-        problem: Problem,
-        program: Program,
-        scale: float,
-        target: Target,
-        kernel_of: Callable[[Any], Any] = compile_plan,
-    ) -> None:
-        self.problem, self.program, self.scale, self.target = problem, program, scale, target
-        self.kernel_of, self.architecture = kernel_of, architecture_of(target)
-        # refuses what it can't do now, not at the first call
-        self.forward = rewritten(Posed(problem, program, target))
-        self._forward = forward_of(self.forward.posed, positive_scale=scale > 0)
-        self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
-        self.captured = TensorsOf(program.captures)  # as the mods hold them now
-        self._sources = [c for c in behind(program.captures) if not isinstance(c, Derived)]
-        self.launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
-        self.known_gradient: FusedGradient | None = None
-
-    @property
-    def captures(self) -> Sequence[torch.Tensor]:
-        """The captured tensors as the mods hold them now."""
-        return self.captured()
-
-    def sources(self, borrowed: Borrowed | None) -> Sequence[torch.Tensor]:
-        """What captured tensors are made of, the borrowed ones if there are any."""
-        if not self._sources:
-            return ()
-        return [c.tensor for c in self._sources] if borrowed is None else borrowed.tensors
+class FusedCall(FusedKernels):
+    """One form of inputs, planned. Raises: as `FusedKernels`; `GradientUnsupported` when called."""
 
     def short_way(self, inputs: Inputs) -> Settled | None:
         """The call of inputs of the form of these alone, of which all is known that can be."""
         q, k, v, _, _ = inputs
         return Settled(self, q, k, v) if self._is_dense and settles(q, k, v) else None
-
-    def launcher(self, return_lse: bool, return_max_scores: bool = False) -> ForwardLauncher:
-        """The forward that returns these; whoever gets the largest scores gets LSE too."""
-        returned = (return_lse or return_max_scores, return_max_scores)
-        found = self.launchers.get(returned)
-        if found is None:
-            lse, scores = returned
-            plan = dataclasses.replace(self._forward, return_lse=lse, return_max_scores=scores)
-            found = self.launchers[returned] = self.launches(plan, self.kernel_of)
-        return found
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, _, _ = inputs
@@ -110,14 +51,6 @@ class FusedCall:
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
         return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
-
-    def begun(
-        self, captured: Sequence[torch.Tensor], scalars: Sequence[float | int], borrowed: Borrowed | None
-    ) -> FusedAttend:
-        """A dense call of before, for its backward."""
-        found = FusedAttend(self, captured, scalars, NO_SEQUENCES, False)
-        found.borrowed = borrowed
-        return found
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -162,74 +95,6 @@ class FusedCall:
         """Who sums the gradients of captured tensors, for people to read; nobody where there is no backward."""
         return self.gradient.describe() if self.has_backward else ""
 
-    @cached_property
-    def checks_gradient(self) -> None:
-        """Raises: `GradientUnsupported` where there is no backward."""
-        self.architecture.check_gradient(self.problem)
-
-    @property
-    def gradient(self) -> FusedGradient:
-        """The backward, made when it is first asked for."""
-        if self.known_gradient is None:
-            self.known_gradient = FusedGradient(self.problem, self.program, self.scale, self.target, self.kernel_of)
-        return self.known_gradient
-
 
 def _requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
     return True in [t.requires_grad for t in tensors]  # any() of a generator takes twice the time
-
-
-class FusedAttend:
-    """One differentiable call, with the tensors, run-time numbers and sequences of its moment: a `Differentiable`."""
-
-    __slots__ = ("borrowed", "call", "captures", "return_max_scores", "scalars", "sequences")
-
-    differentiable_twice = False
-
-    def __init__(
-        self,
-        call: FusedCall,
-        captures: Sequence[torch.Tensor],
-        scalars: Sequence[float | int],
-        sequences: Sequences,
-        return_max_scores: bool,
-    ) -> None:
-        self.call, self.captures, self.scalars, self.sequences = call, captures, scalars, sequences
-        self.return_max_scores = return_max_scores
-        self.borrowed: Borrowed | None = None
-
-    @property
-    def sources(self) -> Sequence[torch.Tensor]:
-        """What captured tensors are made of."""
-        return self.call.sources(self.borrowed)
-
-    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
-        # what is derived is brought up to date where a kernel reads it, which not all kernels do
-        return [replaced.get(c, c.kept) for c in self.call.program.captures]
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        call, asked = self.call, (True, self.return_max_scores)
-        launcher = call.launchers.get(asked) or call.launcher(*asked)
-        out, lse, max_scores = launcher(q, k, v, call.scale, captured, self.scalars, self.sequences)
-        assert lse is not None
-        return out, lse, max_scores
-
-    def backward(self, known: BackwardInputs) -> Grads:
-        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
-        call, gradient = self.call, self.call.known_gradient
-        plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
-        borrowed = self.borrowed
-        standing = borrowed if borrowed is not None and borrowed.is_valid() else None
-        if borrowed is not None and standing is None:
-            borrowed.refuse_written_apart()
-        ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
-        if gradient is None or ready is None:
-            with borrowed_again(borrowed):
-                return call.gradient(known, self.scalars, self.sequences)
-        launcher, tables = ready
-        of_sinks: SinkGradient | None = None
-        of_captured: Grads = (None,) * len(captured) if captured else ()
-        if captured and True in wanted[3:]:
-            of_sinks, of_captured = gradient.memory_of_sinks(captured)
-        given = (captured, self.scalars, self.sequences, None, of_sinks, tables)
-        return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured

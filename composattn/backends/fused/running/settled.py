@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -24,11 +24,9 @@ from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
 from .backward_kernels import SinkGradient
 from .bulk import tidy
+from .kernels import FusedKernels
 from .launch import ForwardLauncher, form_alone, rows_of
 from .short_backward import Memory, Short, short_backward
-
-if TYPE_CHECKING:
-    from .call import FusedCall
 
 Numbers = Sequence[float | int]
 _WITH_LSE, _ALONE = (True, False), (False, False)
@@ -70,7 +68,7 @@ class Settled:
         "with_lse",
     )  # fmt: skip
 
-    def __init__(self, call: FusedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, call: FusedKernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.numbers = call, call.program.scalars
         self.has_captures = bool(call.program.captures)
         self.is_learned = q.requires_grad or k.requires_grad or v.requires_grad
@@ -129,7 +127,7 @@ class Settled:
         self.backwards[asked] = None if launcher is None else short_backward(launcher, q, like, self.call.scale)
 
 
-def _made(call: FusedCall, asked: tuple[bool, bool], borrowed: Borrowed | None) -> ForwardLauncher:
+def _made(call: FusedKernels, asked: tuple[bool, bool], borrowed: Borrowed | None) -> ForwardLauncher:
     """The kernels of a first call, which are made of what it reads."""
     with nullcontext() if borrowed is None else borrowed:
         launcher = call.launcher(*asked)

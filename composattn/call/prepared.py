@@ -1,0 +1,52 @@
+"""A prepared call, as every backend makes one: everything decided but the tensors' contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..analysis.program import Program
+from ..graph.borrowed import Borrowed
+from .autograd import Differentiable
+from .inputs import Asked, Inputs, Outputs
+from .problem import Problem
+from .sequences import NO_SEQUENCES, Sequences
+
+ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
+"""(q, k, v, what the call borrows) → out, of inputs of one form; None where the call has to go its whole way."""
+
+
+class PreparedCall(Protocol):
+    """A prepared call: everything decided but the tensors' contents."""
+
+    @property
+    def plan(self) -> str:
+        """The plans of its kernels, for people to read; empty where there are none."""
+
+    @property
+    def rewrites(self) -> str:
+        """What each rewrite made of the call, or why it left it as it is, for people to read; empty where none did."""
+
+    @property
+    def captured_sums(self) -> str:
+        """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
+
+    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
+        """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
+
+    def short_way(self, inputs: Inputs) -> ShortWay | None:
+        """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
+
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> Differentiable:
+        """One differentiable call with these run-time numbers and sequences, for a caller that records it."""
+
+
+class Prepare(Protocol):
+    """How a backend turns the facts of a call into a prepared one, or refuses by a named error."""
+
+    def __call__(self, problem: Problem, program: Program, scale: float) -> PreparedCall:
+        """Plans for all inputs that pose this problem, `rounded`: of packed sequences there may be fewer rows."""

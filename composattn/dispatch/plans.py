@@ -1,0 +1,97 @@
+"""Graphs with what a call asks for, and a prepared call for each form of inputs that they met.
+
+A call flows: program (graphs) → problem (checked facts of q, k, v) → backend → prepared call → (out, lse). Everything
+but the last step is remembered by the form of the inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .. import backends, errors
+from ..analysis.program import Program
+from ..call.inputs import Inputs
+from ..call.prepared import PreparedCall
+from ..call.problem import Problem, softmax_scale
+from ..call.schedule import AUTO, Schedule
+from .captured import check_captures
+
+_FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
+
+
+class Options:
+    """What a call asks for besides its mods; checked, compared by value."""
+
+    __slots__ = ("backend", "deterministic", "scale", "schedule")
+
+    def __init__(
+        self, scale: float | None, backend: str | None, deterministic: bool | None, schedule: Schedule | None
+    ) -> None:
+        softmax_scale(scale, 1)
+        backends.check_name(backend)
+        if deterministic is not None and not isinstance(deterministic, bool):
+            raise errors.UnsupportedOption(
+                f"deterministic is {deterministic!r}; it must be True, False, or None (torch's setting)"
+            )
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
+        self.scale, self.backend, self.deterministic = scale, backend, deterministic
+        self.schedule = AUTO if schedule is None else schedule
+
+
+class Plans:
+    """The graphs and options of a call, and the prepared calls for all forms of inputs met so far."""
+
+    def __init__(self, program: Program, options: Options) -> None:
+        self.program, self.options = program, options
+        self._prepared: dict[Any, PreparedCall] = {}  # by the form of the inputs
+        self._planned: dict[Any, PreparedCall] = {}  # by what plans are made of: fewer
+
+    def prepared(self, inputs: Inputs) -> PreparedCall:
+        """The prepared call for inputs of this form, remembered."""
+        try:
+            form = inputs.form
+        except (AttributeError, TypeError, RuntimeError):
+            Problem.of(*inputs)  # not tensors, or not strided ones: says which
+            raise
+        call = self._prepared.get(form)
+        if call is None:
+            if len(self._prepared) >= _FORMS_LIMIT:
+                self._prepared.clear()
+                self._planned.clear()
+            call = self._prepared[form] = self._prepare(self.problem(inputs))
+        return call
+
+    def _prepare(self, problem: Problem) -> PreparedCall:
+        """Checks what the mods read, picks the backend and lets it plan, unless it did; what a repeated call skips."""
+        if problem.device.type == "meta":
+            raise errors.BackendUnavailable(
+                "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
+                "torch._subclasses.fake_tensor.FakeTensorMode()"
+            )
+        check_captures(self.program, problem)
+        planned = problem.rounded
+        key = (planned, planned.layout.hints)
+        call = self._planned.get(key)
+        if call is None:
+            call = self._planned[key] = self._plan(planned)
+        return call
+
+    def with_program(self, program: Program) -> Plans:
+        """A plan of other graphs with these options, which knows no forms yet."""
+        return Plans(program, self.options)
+
+    def check_again(self) -> None:
+        """Lets the next call of each form check what its mods read; what was planned stays."""
+        self._prepared.clear()
+
+    def _plan(self, problem: Problem) -> PreparedCall:
+        backend = backends.choose(self.options.backend, problem)
+        return backend.prepare(problem, self.program, softmax_scale(self.options.scale, problem.head_dim))
+
+    def problem(self, inputs: Inputs) -> Problem:
+        """The checked facts of a call with these inputs."""
+        problem = Problem.of(*inputs)
+        options = self.options
+        return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)
