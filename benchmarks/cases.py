@@ -364,7 +364,8 @@ OF_DOCUMENTS = (
 
 def _of_segments() -> Iterable[Case]:
     """Documents by ids, which are timed beside the same documents as packed sequences."""
-    for direction, shape, in_order in itertools.product(("forward", "backward"), OF_DOCUMENTS, (False, True)):
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction, shape, in_order in itertools.product(directions, OF_DOCUMENTS, (False, True)):
         dim, batch, length, heads, kv_heads = shape
         name = f"{direction} D{dim} segments B{batch} S{length} {heads}/{kv_heads} {'causal' if in_order else 'full'}"
         pattern: PatternFactory = functools.partial(eight_documents, causal=in_order)

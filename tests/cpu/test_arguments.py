@@ -21,6 +21,7 @@ from composattn.backends.fused.planning.arguments import (
     NumberForm,
     PostprocessArguments,
     PreprocessArguments,
+    StripJoinArguments,
     TensorForm,
 )
 from composattn.backends.fused.running.backward_kernels import launches
@@ -28,13 +29,14 @@ from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.running.launch import ForwardLauncher
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
-from composattn.mods import alibi, causal, document
+from composattn.mods import alibi, causal, document, neighborhood
 
 RECORDS: dict[str, Any] = {
     "forward": ForwardArguments,
     "combine": CombineArguments, "preprocess": PreprocessArguments,
     "backward": MainArguments, "backward_exchange": MainArguments,
     "postprocess": PostprocessArguments, "backward_gather": GatherArguments,
+    "strip_join": StripJoinArguments,
 }  # fmt: skip
 
 
@@ -66,6 +68,7 @@ CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
     "main": (launches, MainArguments),
     "after": (launches, PostprocessArguments),
     "gather": (launches, GatherArguments),
+    "join": (launches, StripJoinArguments),
 }
 
 
@@ -132,6 +135,12 @@ def test_wide_heads_and_cut_tiles_are_as_described() -> None:
     attention = Attention()
     attention(*inputs(1024, 256)).sum().backward()  # type: ignore[union-attr]
     attention.check_arguments("forward", "preprocess", "backward_exchange", "postprocess", "backward_gather")
+
+
+def test_strips_of_an_image_are_as_described() -> None:
+    attention = Attention(mask_mod=neighborhood((128, 128), 7))
+    attention(*inputs(128 * 128)).sum().backward()  # type: ignore[union-attr]
+    attention.check_arguments("forward", *BACKWARD, "strip_join")
 
 
 def test_packed_launches_are_as_described() -> None:

@@ -19,7 +19,7 @@ BEFORE: dict[str, int] = {
     "fingerprint._end": 20, "fingerprint._function": 18, "flex.flex_attention": 27, "flow._post_dominators": 17,
     "flow.cut": 19, "followed.real": 16,
     "gradient.__call__": 22, "key_tile.__init__": 18,
-    "launch_backward.__call__": 18, "matrix.multiply": 23, "nn._mods": 16,
+    "launch_backward.__call__": 16, "matrix.multiply": 23, "nn._mods": 16,
     "ops._folded": 17, "plan.forward_of": 18, "plan_cache._planned_by_form": 16, "plan_cache.planned_for": 24,
     "plan_cache.planned_of": 17, "planned.__call__": 21, "ready.made": 20, "settled.__call__": 21,
     "settled.backward": 20, "solve._formula": 17, "solve.bound": 20,

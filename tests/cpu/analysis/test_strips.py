@@ -11,7 +11,6 @@ import torch
 import composattn as ca
 from composattn.analysis.residues import terms
 from composattn.analysis.strips import Strips, from_rows, in_columns, reads_image, rows_seen, strips_of
-from composattn.backends.fused.rewrites.strips import KeyParts
 from composattn.graph.expr import Expr
 from composattn.mods import causal, neighborhood
 from composattn.mods.mask import Mask
@@ -126,29 +125,6 @@ def test_scores_may_read_rows_and_columns_alone() -> None:
     assert reads_image(graph(lambda b, h, q, kv: q // 48 - kv % 48 > h), 48)
     assert not reads_image(graph(lambda b, h, q, kv: q // 48 - kv > h), 48)
     assert not reads_image(graph(lambda b, h, q, kv: q // 24 > kv // 24), 48)
-
-
-@pytest.mark.parametrize(
-    "strips",
-    [
-        *(Strips(*of) for of in ((48, 0), (48, 6), (16, 16), (96, 20), (64, 31), (40, 4), (41, 17))),
-        *(Strips(*of, apart=8) for of in ((48, 3), (41, 8), (8, 0))),
-    ],
-)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_gradients_of_a_key_are_added_over_all_strips_that_have_it(strips: Strips, batch: int) -> None:
-    keys = torch.randn(batch, ROWS * strips.columns, 3, 8).transpose(1, 2)
-    parts = KeyParts(strips)
-    found = parts.memory(keys).normal_()
-    wanted = torch.zeros(batch, 3, ROWS, strips.columns, 8)
-    for strip, part in enumerate(found.view(batch, strips.count, 3, ROWS, strips.wide, 8).unbind(1)):
-        for c in range(strips.wide):
-            column = strip * strips.apart - strips.before + c
-            if 0 <= column < strips.columns:
-                wanted[:, :, :, column] += part[:, :, :, c]
-    joined = parts.joined(found, keys)
-    assert joined.transpose(1, 2).is_contiguous()
-    torch.testing.assert_close(joined.reshape(wanted.shape), wanted)
 
 
 @pytest.mark.parametrize(("size", "kernel"), [((9, 48), (5, 3)), ((3, 3, 48), 3), ((9, 40), (3, 5))])

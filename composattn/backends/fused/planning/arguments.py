@@ -19,7 +19,7 @@ from ....call.sequences import Sequences
 from ....graph.expr import DType
 from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
-from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
+from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan, StripJoinPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +241,25 @@ class GatherArguments(NamedTuple):
         )
 
 
+class StripJoinArguments(NamedTuple):
+    """Arguments of the kernel that adds gradients of keys by strips of an image."""
+
+    dk_parts: Any  # (B * strips, Hkv, rows * wide, D)
+    dv_parts: Any  # (B * strips, Hkv, rows * wide, Dv)
+    dk: Any  # (B, Hkv, Skv, D)
+    dv: Any  # (B, Hkv, Skv, Dv)
+
+    @staticmethod
+    def of(plan: StripJoinPlan) -> StripJoinArguments:
+        d, dv = plan.head_dim, plan.head_dim_v
+        return StripJoinArguments(
+            dk_parts=_of_strips(plan.dtype, d),
+            dv_parts=_of_strips(plan.dtype, dv),
+            dk=_rows(plan.dtype, "dense", "kv_heads", "kv_len", d),
+            dv=_rows(plan.dtype, "dense", "kv_heads", "kv_len", dv),
+        )
+
+
 # --- forms that several kernels take --------------------------------------------------------------------------
 
 WORKSPACE = TensorForm(torch.float32, ("",), align=16, long=True)
@@ -260,7 +279,11 @@ def _key_gradient(plan: BackwardPlan | GatherPlan, d: int) -> TensorForm:
     """dK or dV: like the keys, or an entry for each strip of an image, (B * strips, Hkv, rows, D)."""
     if plan.layout.strips is None:
         return _rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", d)
-    return TensorForm(plan.dtype, ("entries", "kv_heads", "strip", d), 8, align=16)
+    return _of_strips(plan.dtype, d)
+
+
+def _of_strips(dtype: torch.dtype, d: int) -> TensorForm:
+    return TensorForm(dtype, ("entries", "kv_heads", "strip", d), 8, align=16)
 
 
 def _entries(plan: TiledPlan) -> str:

@@ -12,6 +12,7 @@ from ....analysis.bands import EVERYTHING, TileInterval, ends_of
 from ....analysis.derived import Derived
 from ....analysis.program import Program
 from ....analysis.row_limits import RowLimits
+from ....analysis.strips import Strips
 from ....analysis.tile_lists import QueryLists, made_lists
 from ....call.problem import Problem
 from ....graph.expr import Capture, DType, Expr
@@ -26,7 +27,7 @@ from ..tiles.tiling import BackwardTiling
 from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
-from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, Plan, TiledPlan, check_blocks, compiled_in, derived_among
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -123,14 +124,27 @@ class GatherPlan(TiledPlan[AnyTiling]):
     step = "backward_gather"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StripJoinPlan(Plan):
+    """The kernel behind it that adds gradients of keys by strips of an image."""
+
+    step = "strip_join"
+    head_dim: int
+    strips: Strips
+
+
 @dataclasses.dataclass(frozen=True)
 class BackwardPlans:
-    """The kernels of one gradient, in the order in which they run; `gather` where tiles of keys are cut."""
+    """The kernels of one gradient, in the order in which they run.
+
+    `gather` where tiles of keys are cut, `join` where the call goes by strips of an image.
+    """
 
     preprocess: PreprocessPlan
     main: BackwardPlan
     postprocess: PostprocessPlan
     gather: GatherPlan | None = None
+    join: StripJoinPlan | None = None
 
     def __str__(self) -> str:
         return str(self.main)
@@ -232,7 +246,15 @@ def backward_of(
         main,
         PostprocessPlan(**known, **of_rows, tiling=chosen),
         None if cut is None else GatherPlan(**known, **by_table, tiling=chosen),
+        _join(problem, target),
     )
+
+
+def _join(problem: Problem, target: Target) -> StripJoinPlan | None:
+    strips, widths = problem.layout.strips, (problem.head_dim, problem.head_dim_v)
+    if strips is None:
+        return None
+    return StripJoinPlan(target=target, dtype=problem.dtype, head_dim=widths[0], head_dim_v=widths[1], strips=strips)
 
 
 class OfKeys(TypedDict):

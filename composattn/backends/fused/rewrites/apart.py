@@ -106,7 +106,8 @@ class CallApart:
         whole = ordered(like, like.shape[-1])
         for part, result in zip(self.apart.parts, results, strict=True):
             place, shared = part.keys.of(whole), part.shared
-            place[:, :, :shared] += result[:, :, :shared]
+            if shared:
+                place[:, :, :shared] += result[:, :, :shared]
             place[:, :, shared:] = result[:, :, shared:]
         return whole
 

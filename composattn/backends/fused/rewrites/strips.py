@@ -15,7 +15,6 @@ from ....analysis.program import Program
 from ....analysis.strips import WIDTHS, Strips, reads_image, strips_of
 from ....analysis.tiles import EMPTY, kinds, useful_cuts
 from ....call.problem import Problem, StripLayout
-from ....call.strides import ordered
 from ....graph.expr import Dep, Expr
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
@@ -158,10 +157,7 @@ def _by_kinds(mask: Expr, q_len: int, kv_len: int, batch: int, heads: int, tile:
 
 @dataclasses.dataclass(frozen=True)
 class KeyParts:
-    """Gradients of keys by strips: of each its queries' part, to be added where strips overlap.
-
-    Any column of the image is in two strips at most, as their keys are twice as wide as they are apart.
-    """
+    """Gradients of keys by strips: of each its queries' part, which `kernels.around.strip_join` adds."""
 
     strips: Strips
 
@@ -174,30 +170,3 @@ class KeyParts:
         batch, heads, length, width = keys.shape
         strips = self.strips
         return keys.new_empty(batch * strips.count, heads, length // strips.columns * strips.wide, width)
-
-    def joined(self, parts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """(B, H, S, D) of such memory, in the order of `keys`: sums of two parts, rounded once."""
-        strips = self.strips
-        count, columns, before, apart = strips.count, strips.columns, strips.before, strips.apart
-        whole = ordered(keys, keys.shape[-1])
-        image = whole.unflatten(2, (-1, columns))
-        # (B, H, rows, count, 2, apart, D): columns in blocks, of which each strip has two
-        blocks = parts.unflatten(2, (-1, 2, apart)).unflatten(0, (-1, count)).permute(0, 2, 3, 1, 4, 5, 6)
-        first, second = blocks.unbind(4)
-        # block j of both begins so many columns `before` apart * j; between them lie whole blocks that two strips have
-        begin, end = max(1, -(-before // apart)), min(count, (columns + before) // apart)
-        for j in (*range(begin), *range(end, count + 1)):
-            start = j * apart - before
-            inside = slice(max(0, -start), max(0, min(apart, columns - start)))
-            if inside.start >= inside.stop:
-                continue
-            place = image[:, :, :, start + inside.start : start + inside.stop]
-            halves = [half for half in ((first, j), (second, j - 1)) if 0 <= half[1] < count]
-            found = [half[:, :, :, n, inside] for half, n in halves]
-            torch.add(*found, out=place) if len(found) == 2 else place.copy_(found[0])
-        if begin < end:
-            start = begin * apart - before
-            place = image[:, :, :, start : start + (end - begin) * apart].unflatten(3, (-1, apart))
-            torch.add(first[:, :, :, begin:end], second[:, :, :, begin - 1 : end - 1], out=place)
-        image[:, :, :, (count + 1) * apart - before :] = 0  # which nobody sees
-        return whole

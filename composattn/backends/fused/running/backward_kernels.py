@@ -14,15 +14,23 @@ from .scratch import Memory
 Kernel = Callable[..., Any]
 SinkGradient = tuple[torch.Tensor, torch.Tensor]  # sinks, and memory for their gradient
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
+
 Pieces = Callable[[torch.Tensor, torch.Tensor | None], PiecesArguments]
 
 
 def launches(
-    before: Kernel, main: Kernel, after: Kernel, gather: Kernel | None, pieces_of: Pieces | None
+    before: Kernel,
+    main: Kernel,
+    after: Kernel,
+    gather: Kernel | None,
+    join: Kernel | None,
+    pieces_of: Pieces | None,
+    parts_of: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Callable[..., None]:
     """What launches these kernels on the current device.
 
-    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up.
+    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `parts_of`: dk or dv →
+    memory for what strips of an image have of it, which `join` adds up.
     """
 
     def launch(
@@ -54,6 +62,9 @@ def launches(
         if of_sinks is not None:
             sinks = SinkArguments(sinks=of_sinks[0], workspace=workspace, gradient=of_sinks[1])
         captured, scalars = tuple(reads) or None, tuple(numbers) or None
+        whole = dk, dv
+        if parts_of is not None:
+            dk, dv = parts_of(dk), parts_of(dv)
         before(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks)
         main(
             q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars
@@ -61,5 +72,8 @@ def launches(
         after(dq_accum, dq, scale, sequences, query_tiles, sinks)
         if gather is not None:
             gather(pieces, dk, dv, sequences)
+        if join is not None:
+            dk_parts, dv_parts, (dk, dv) = dk, dv, whole
+            join(dk_parts, dv_parts, dk, dv)
 
     return launch

@@ -94,15 +94,21 @@ class BackwardLauncher:
         return None if self.plans.gather is None else self.kernel_of(self.plans.gather)
 
     @cached_property
+    def join(self) -> Kernel | None:
+        return None if self.plans.join is None else self.kernel_of(self.plans.join)
+
+    @cached_property
     def launch(self) -> Callable[..., None]:
         """Launches them all on the current device, see `launches`."""
         pieces_of = None if self.plans.main.cut is None else self.pieces
-        return launches(self.preprocess, self.main, self.postprocess, self.gather, pieces_of=pieces_of)
+        parts_of = None if self.key_parts is None else self.key_parts.memory
+        kernels = self.preprocess, self.main, self.postprocess, self.gather, self.join
+        return launches(*kernels, pieces_of=pieces_of, parts_of=parts_of)
 
     def kernels(self) -> list[Kernel]:
         """All that it launches, made now."""
-        gathers = () if self.gather is None else (self.gather,)
-        return [self.preprocess, self.main, self.postprocess, *gathers]
+        more = [kernel for kernel in (self.gather, self.join) if kernel is not None]
+        return [self.preprocess, self.main, self.postprocess, *more]
 
     def __call__(
         self,
@@ -132,12 +138,8 @@ class BackwardLauncher:
         layout = self.plans.main.layout
         # as `memory_like`, without the calls: this runs in a thread of torch's whose caches are cold
         dq = torch.empty_like(q) if q.is_contiguous() else memory_like(q)
-        parts = self.key_parts
-        if parts is None:
-            dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
-            dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
-        else:
-            dk, dv = parts.memory(k), parts.memory(v)
+        dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
+        dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
         nothing = not q.numel() or not k.numel()
         if layout.used_q or nothing:
             dq.zero_()
@@ -156,7 +158,7 @@ class BackwardLauncher:
             *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
             *(scale, captured, scalars, sequences, made, of_sinks, tables),
         )
-        return (dq, dk, dv) if parts is None else (dq, parts.joined(dk, k), parts.joined(dv, v))
+        return dq, dk, dv
 
     def fill(
         self,

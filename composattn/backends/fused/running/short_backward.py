@@ -38,9 +38,6 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     launch, turns_of = launcher.launch, sizes.turns
     like_q, like_k, like_v = like
-    parts = launcher.key_parts
-    if parts is not None:
-        like_k = like_v = parts.memory
     taken, number = sizes.scratch.taken, sizes.scratch.number
     device = device_number(q.device) if has_streams(q.device) else None
 
@@ -83,6 +80,6 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         )  # fmt: skip
         if place is not None:
             kept[place] = memory
-        return (dq, dk, dv) if parts is None else (dq, parts.joined(dk, k), parts.joined(dv, v))
+        return dq, dk, dv
 
     return run
