@@ -45,8 +45,9 @@ def _call(case: Case) -> tuple[Problem, Program]:
         case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim, case.dtype,
         torch.device("cpu"),
     )  # fmt: skip
-    reads = fused_reads(program) if case.direction == "backward" else {}
-    return problem, GradientProgram(program, reads) if any(reads.values()) else program
+    found = fused_reads(program).items() if case.direction == "backward" else ()
+    learned = {capture: reads for capture, reads in found if reads and capture.tensor.requires_grad}
+    return problem, GradientProgram(program, learned) if learned else program
 
 
 def class_of_case(case: Case) -> CallClass:

@@ -91,7 +91,7 @@ def test_what_sums_gradients_and_dropout_are_kinds_of_their_own() -> None:
     bare = ca.Attention(score_mod=lambda s, b, h, q, kv: s + table[q, kv]).program
     problem = Problem(1, 32, 32, 512, 512, 64, 64, torch.bfloat16, torch.device("cpu"))
     learned = GradientProgram(bare, fused_reads(bare))
-    assert class_of(problem, learned, HOPPER, "backward", rows=128).mods is ModsKind.LEARNED
+    assert class_of(problem, learned, HOPPER, "backward", rows=128).mods is ModsKind.LEARNED_PAIRS
     kept = Dropout.with_seed(0.1, 5)
     assert kept is not None
     dropping = Program(bare.score, keep=kept.expr)

@@ -1,25 +1,16 @@
-"""What kind of call a Hopper backward is: its class, and what of the table's facts no class of other kernels has."""
+"""What kind of call a Hopper backward is: its class, and the largest tile for which registers are left, by a table."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import CallClass, MaskKind, class_of
+from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, ModsKind, class_of
+from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.target import Target
-from ..fused.tiles.traits import (
-    has_costly_test,
-    has_opaque_test,
-    reads_any,
-    reads_by,
-    reads_pairs,
-    sums_by,
-)
 
 KEYS = 128  # of a tile
-EXCHANGED = ((160, 160), (192, 128), (192, 192), (256, 256))  # D and Dv for which pairs of blocks exchange dS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,57 +36,45 @@ def backward_class(problem: Problem, program: Program, target: Target, determini
         **facts,
         group=problem.group,
         ratio=problem.q_len // max(1, problem.kv_len) if problem.layout.is_dense else 1,
-        pairs=call.d >= call.dv and _at_pairs(program),
-        largest=_largest(call, problem, program),
+        pairs=call.d >= call.dv and first(PAIRS, call),
+        largest=first(LARGEST, call),
     )
 
 
-# --- what takes registers: found by compiling -----------------------------------------------------------------------
+# what takes registers was found by compiling
+FIXED, WIDE = ("fixed",), Span(128, 256)
+READ = ModsKind.PAIRS, ModsKind.LEARNED_PAIRS, ModsKind.DROPOUT  # dropout: 98 and 76 spills
+READ_AT_ALL = ModsKind.LINE, ModsKind.OTHER, ModsKind.PAIRS, ModsKind.LEARNED, ModsKind.LEARNED_PAIRS
+TESTED = MaskKind.OPAQUE, MaskKind.LISTED  # a 2-D neighbourhood: 8 bytes of stack, one product after the other
+# registers go to addresses of captured tensors, tests that are no bounds, or the words of dropout; in a fixed order
+# turns are asked for beside what a mask reads, where no table tells: 8 spills with D 64, with D 128 one product after
+# the other
+TAKING: tuple[Pattern, ...] = ({"mods": READ}, {"mask": TESTED}, {"order": FIXED, "mask": (MaskKind.READ,)})
+# With D 128 documents, a dilated window: one product after the other; tiles of 64 queries are 1.27 times as fast
+FREE: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS)}
 
+# fmt: off
+PAIRS: tuple[tuple[bool, Pattern], ...] = (
+    (True, {"mods": (ModsKind.PAIRS,)}),
+    (False, {"mods": (*READ, ModsKind.LEARNED)}),  # registers add gradients of captured tensors
+    (True, {"mask": TESTED}),
+    (False, {}),
+)
 
-def reads(program: Program) -> bool:
-    """Whether addresses of captured tensors, tests that are no bounds, or the words of dropout take registers.
-
-    A 2-D neighbourhood: 8 bytes of stack, one product after the other; dropout 98 and 76 spills.
-    """
-    score, mask = program.score, program.mask
-    return reads_pairs(score) or reads_pairs(mask) or has_opaque_test(program) or program.keep is not None
-
-
-def asks(call: CallClass, program: Program) -> bool:
-    """Whether whose turn it is does so beside what a mask reads, and no table tells.
-
-    Documents: 8 spills with D 64, with D 128 one product after the other.
-    """
-    return call.order == "fixed" and reads_any(program.mask) and call.mask not in (MaskKind.DOCUMENTS, MaskKind.WHOLE)
-
-
-def is_plain(call: CallClass, program: Program) -> bool:
-    """Whether nothing does: no score mod, nor any test of more than bounds on indices.
-
-    With D 128 documents, a dilated window: one product after the other; tiles of 64 queries are 1.27 times as fast.
-    """
-    return program.score is None and not (reads(program) or asks(call, program) or has_costly_test(program.mask))
-
-
-def _largest(call: CallClass, problem: Problem, program: Program) -> int:
-    if call.widest > 128:
-        return 2 * 64 if _may_exchange(call, problem, program) else 64
-    if call.widest <= 64:
-        return 64 if reads(program) or asks(call, program) else 128
-    return 80 if call.d == 128 and (call.mask is MaskKind.WHOLE or is_plain(call, program)) else 64
-
-
-def _may_exchange(call: CallClass, problem: Problem, program: Program) -> bool:
-    """Whether pairs of blocks may: at D 256 14 registers spilled beside sums of heads, 10 beside opaque tests, 2 beside
-    dropout; 8 beside what a score mod reads of packed sequences.
-    """
-    packed = problem.layout.q == "packed" and reads_any(program.score)
-    spills = has_opaque_test(program) or sums_by(program, Pattern.HEAD) or program.keep is not None
-    return (call.d, call.dv) in EXCHANGED and not packed and not (call.d == 256 and spills)
-
-
-def _at_pairs(program: Program) -> bool:
-    """Whether mods read or test at each pair, and no gradients of captured tensors are summed, which registers add."""
-    sums = any(sums_by(program, pattern) for pattern in Pattern) or program.keep is not None
-    return (has_opaque_test(program) or reads_by(program.score, Pattern.PAIR)) and not sums
+LARGEST: tuple[tuple[int, Pattern], ...] = (
+    (64, {"widest": Span(256, BEYOND)}),
+    # keys, of which pairs of blocks have 128; 8 spilled beside what a score mod reads of packed sequences
+    (64, {"widest": WIDE, "layout": ("packed",), "mods": READ_AT_ALL}),
+    # 14 spilled beside sums of heads, 10 beside opaque tests, 2 beside dropout
+    (64, {"d": (256,), "mods": (ModsKind.LEARNED, ModsKind.DROPOUT)}),
+    (64, {"d": (256,), "mask": TESTED}),
+    (128, {"widest": WIDE, "dims": ((160, 160), (192, 128), (192, 192), (256, 256))}),
+    (64, {"widest": WIDE}),
+    # queries
+    *((64, taking | {"widest": Span(0, 64)}) for taking in TAKING),
+    (128, {"widest": Span(0, 64)}),
+    (80, {"d": (128,), "mask": (MaskKind.WHOLE,)}),
+    (80, FREE | {"d": (128,)}),
+    (64, {}),
+)
+# fmt: on

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from ...analysis.captured_gradient import Pattern
+from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.multiples import is_of_score
 from ..fused.planning.backward_heads import TOGETHER, bytes_together, heads_of
-from ..fused.planning.call_class import MaskKind
+from ..fused.planning.call_class import MaskKind, ModsKind
 from ..fused.tiles.order import queries_of_a_key
+from ..fused.tiles.patterns import Pattern, Span, first, matches
 from ..fused.tiles.target import Target
-from ..fused.tiles.traits import bounds_queries, has_costly_test, is_line, sums_by
-from .backward_class import KEYS, BackwardClass, asks, is_plain, reads
-from .backward_table import BackwardForm
+from ..fused.tiles.traits import bounds_queries, sums_by
+from .backward_class import FREE, KEYS, TESTED, BackwardClass
+from .backward_table import BackwardForm, Tile
 from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
+Leaves = Literal["at once", "later", "in bulk"]
+Early = Literal["nothing", "LSE", "P"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +37,65 @@ class Facts:
         """Whether dQ is summed in a fixed order."""
         return self.call.order == "fixed"
 
-    @property
-    def plain(self) -> bool:
-        """Whether nothing takes registers beside the products."""
-        return is_plain(self.call, self.program)
-
-    @property
-    def listed(self) -> bool:
-        """Whether lists say what a tile of keys visits, by tensors."""
-        return self.call.mask is MaskKind.LISTED
-
 
 # --- 64 keys a warpgroup ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A call and its tile: what rows of the next tables are of."""
+
+    call: BackwardClass
+    tile: Tile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tile if name in ("queries", "dq", "passes") else self.call, name)
+
+
+ANY, FIXED, D_96, D_128 = ("any", "batch-invariant"), ("fixed",), Span(64, 96), Span(96, 128)
+IN_BULK: Pattern = {"dq": ("in bulk", "claim")}
+COSTLY = MaskKind.TESTED, MaskKind.READ, MaskKind.DOCUMENTS, MaskKind.WHOLE
+WEIGHED = ModsKind.PLAIN, ModsKind.LINE, ModsKind.LEARNED
+# fmt: off
+# In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
+# score mods up to 18, D 128 8 to 25, documents 19 to 31. In any order D 96 gains by nothing but passing, and what is
+# read of a listed tile takes the registers of 128 queries
+LEAVES: tuple[tuple[Leaves, Pattern], ...] = (
+    ("in bulk", {"order": FIXED}),
+    ("in bulk", IN_BULK),
+    ("later", {"passes": (True,)}),
+    ("at once", {"widest": D_96}),
+    ("at once", {"mask": (MaskKind.LISTED,), "queries": (128,)}),
+    ("later", {}),
+)
+# LSE: 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3. P m'(s) beside
+# P: not with 128 queries (593 spills); with D 128 beside no ids of documents either (32 in the loop), nor turns
+EARLY: tuple[tuple[Early, Pattern], ...] = (
+    ("LSE", {"order": ANY, "queries": (80,)}),
+    ("LSE", FREE | {"order": ANY, "queries": (128,)}),
+    ("nothing", {"queries": (128,)}),
+    ("nothing", {"widest": D_128, "mask": COSTLY}),
+    ("nothing", {"widest": D_128, "order": FIXED}),
+    ("P", {"mods": (ModsKind.OF_SCORE,)}),
+    ("nothing", {}),
+)
+# registers that are taken beside the products: of all rows that match; and by mods, of the first one
+TAKEN: tuple[tuple[int, Pattern], ...] = (
+    (28, {}),  # addresses, indices, what a step begins with
+    (4, {"order": ANY, "dq": ("registers",)}),
+    (4, {"order": ANY, "dq": ("registers",), "queries": (64,)}),
+    (16, {"mask": COSTLY}),
+    (4, {"order": FIXED, "passes": (True,)}),
+    (4, {"order": FIXED, "layout": ("packed", "mixed"), "passes": (False,)}),
+)
+BY_MODS: tuple[tuple[int, Pattern], ...] = (
+    (28, {"mods": tuple(m for m in ModsKind if m not in WEIGHED)}),
+    (28, {"mask": TESTED}),
+    (8, {"mods": WEIGHED[1:]}),
+    (8, {"order": FIXED, "mask": (MaskKind.READ,)}),
+    (0, {}),
+)
+# fmt: on
 
 
 def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
@@ -56,55 +105,24 @@ def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
     program, call, tile = facts.program, facts.call, form.tile
     seen = queries_of_a_key(facts.problem, program)
     a_piece, together = heads_of(facts.problem, program, seen, facts.target, facts.in_order)
-    # score mods leave no registers for it; nor does it gain where lists say what is visited
-    passing = tile.passes and program.score is None and bounds_queries(program.mask)
-    bytes_of_heads = TOGETHER if facts.in_order or tile.queries == 80 else bytes_together(facts.problem, program, seen)
+    step = Step(call, tile)
     tiling = HopperBackwardTiling(
         tile_m=tile.queries,
         tile_n=KEYS,
         d=call.d,
         dv=call.dv,
-        dq_leaves=_leaves(facts, form, passing),
-        early=_early(facts, form),
+        dq_leaves=first(LEAVES, step),
+        early=first(EARLY, step),
         tries_first=program.is_plain and (facts.in_order or call.widest == 96),
-        l2=bytes_of_heads,
+        l2=TOGETHER if facts.in_order or tile.queries == 80 else bytes_together(facts.problem, program, seen),
         heads_together=together,
         heads_a_piece=a_piece,
-        distances=2 * 4096 if sums_by(program, Pattern.DISTANCE) else 0,
-        passing=passing,
+        distances=2 * 4096 if sums_by(program, Sums.DISTANCE) else 0,
+        passing=tile.passes and bounds_queries(program.mask),
         # D 96 gains 1 %, others nothing but less to compile; D 128 loses 3 % of soft caps, which spill more, and biases
-        written="whole" if call.widest < 128 or is_line(program.score) else "by steps",
+        written="whole" if call.widest < 128 or call.mods in WEIGHED else "by steps",
     )
-    return _holding(facts, _staying(facts, form, tiling))
-
-
-def _leaves(facts: Facts, form: BackwardForm, passing: bool) -> Literal["at once", "later", "in bulk"]:
-    """How dQ does.
-
-    In a fixed order each turn comes a tile later, which only senders of dQ wait for: D 64 and 96 gain 3 to 11 %, with
-    score mods up to 18, D 128 8 to 25, documents 19 to 31. In any order D 96 gains by nothing but passing, and what is
-    read of a listed tile takes the registers of 128 queries.
-    """
-    if facts.in_order or form.tile.dq != "registers":
-        return "in bulk"
-    if facts.call.widest == 96:
-        return "later" if passing else "at once"
-    return "at once" if facts.listed and form.tile.queries == 128 else "later"
-
-
-def _early(facts: Facts, form: BackwardForm) -> Literal["nothing", "LSE", "P"]:
-    """LSE: 1 to 3 % at D 128, 2 % at D 64, 1 % at D 96, which has registers for all of it, but loses 1 to 3.
-
-    P m'(s) beside P: not with 128 queries (593 spills), nor for what mods read; with D 128 beside no ids of documents
-    either (32 spills in the loop), nor turns.
-    """
-    program, queries = facts.program, form.tile.queries
-    if not facts.in_order and (queries == 80 or (queries == 128 and facts.plain)):
-        return "LSE"
-    if queries == 128 or not is_of_score(program.score) or program.keep is not None:
-        return "nothing"
-    scarce = facts.call.widest == 128 and (facts.in_order or has_costly_test(program.mask))
-    return "nothing" if scarce else "P"
+    return _holding(step, _staying(facts, form, tiling))
 
 
 def _staying(facts: Facts, form: BackwardForm, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
@@ -125,24 +143,17 @@ def _staying(facts: Facts, form: BackwardForm, tiling: HopperBackwardTiling) -> 
     return staying if staying.shared_memory(2) <= facts.target.shared_memory else tiling
 
 
-def _holding(facts: Facts, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+def _holding(step: Step, tiling: HopperBackwardTiling) -> HopperBackwardTiling:
     """With as many columns of K and V in registers as there are any left: found by compiling, so that no more spill.
 
     With too few ptxas has one product wait for the other, which takes 1.3 times as long. K and V that wait there are
     read once a tile of keys, not once a query tile, of which they are 1 to 22 % of what passes shared memory's port:
     D 64 gains 0 to 4 %, D 96 2 to 4, D 128 0 to 2, 32k 3 to 4.
     """
-    score, mask, low = facts.program.score, facts.program.mask, tiling.tile_m == ROWS
-    # addresses, indices, what a step begins with
-    others = 28 if tiling.dq_in_bulk else 36 if low else 32
-    others += 16 * has_costly_test(mask)
-    others += 4 * (facts.in_order and (tiling.passing or not facts.problem.layout.is_dense))
-    takes = reads(facts.program) or asks(facts.call, facts.program)
-    if score is not None or takes:
-        others += 8 if is_line(score) and not reads(facts.program) else 28
-    spare = tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - others
+    taken = first(BY_MODS, step) + sum(registers for registers, pattern in TAKEN if matches(step, pattern))
+    spare = tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - taken
     # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
-    most = tiling.dv + tiling.d * low
+    most = tiling.dv + tiling.d * (tiling.tile_m == ROWS)
     return dataclasses.replace(tiling, resident=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
 
 

@@ -51,7 +51,8 @@ class ModsKind(enum.Enum):
     OF_SCORE = "a curve of the score"  # and of nothing else: soft caps
     OTHER = "another score mod"
     PAIRS = "a score mod that reads at (q, kv)"
-    LEARNED = "a score mod whose tensors have gradients"  # and no line
+    LEARNED = "a score mod with gradients of numbers of heads, queries or keys"
+    LEARNED_PAIRS = "a score mod with gradients of tensors that it reads at (q, kv)"
     DROPOUT = "dropout"
 
 
@@ -111,6 +112,10 @@ class CallClass:
         return max(self.d, self.dv)
 
     @property
+    def dims(self) -> tuple[int, int]:
+        return self.d, self.dv
+
+    @property
     def square(self) -> bool:
         return self.d == self.dv
 
@@ -163,10 +168,10 @@ def band(count: float) -> int:
 def mods_of(program: Program) -> ModsKind:
     if program.keep is not None:
         return ModsKind.DROPOUT
+    if any(sums_by(program, pattern) for pattern in Pattern):
+        return ModsKind.LEARNED_PAIRS if reads_pairs(program.score) else ModsKind.LEARNED
     if program.score is not None and is_line(program.score):
         return ModsKind.LINE
-    if any(sums_by(program, pattern) for pattern in Pattern):
-        return ModsKind.LEARNED
     if reads_pairs(program.score):
         return ModsKind.PAIRS
     if program.score is None:

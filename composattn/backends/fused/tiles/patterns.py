@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
-from typing import Any
+from collections.abc import Container, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,3 +26,8 @@ Pattern = dict[str, Container[Any]]  # what each of these facts may be; others m
 def matches(facts: object, pattern: Pattern) -> bool:
     """Whether every field that a pattern names is what it says."""
     return all(getattr(facts, name) in values for name, values in pattern.items())
+
+
+def first(table: Iterable[tuple[T, Pattern]], facts: object) -> T:
+    """What the first row says whose pattern the facts match."""
+    return next(says for says, pattern in table if matches(facts, pattern))
