@@ -63,7 +63,7 @@ QUERY_PAIR = Kind(
     QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, STREAMED, (Sums.HEAD, Sums.ROW, Sums.COLUMN, Sums.PAIR)
 )
 NARROW, BROAD = Span(0, LANES), Span(LANES, BEYOND)
-BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS  # no lists, nor tensors, say what a tile visits
+BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS  # no lists, nor tensors, say what a tile visits
 # (one block, two, of which calls): of D 64 and 96 no two
 KINDS: tuple[tuple[Kind, Kind, Pattern], ...] = (
     (ONE, PAIR, {"d": (128,), "dv": (128,), "mask": BOUNDED, "seen": Span(256, BEYOND)}),

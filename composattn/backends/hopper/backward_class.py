@@ -51,7 +51,7 @@ TESTED = MaskKind.OPAQUE, MaskKind.LISTED  # a 2-D neighbourhood: 8 bytes of sta
 # the other
 TAKING: tuple[Pattern, ...] = ({"mods": READ}, {"mask": TESTED}, {"order": FIXED, "mask": (MaskKind.READ,)})
 # With D 128 documents, a dilated window: one product after the other; tiles of 64 queries are 1.27 times as fast
-FREE: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS)}
+FREE: Pattern = {"mods": (ModsKind.PLAIN,), "mask": (MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS)}
 
 # fmt: off
 PAIRS: tuple[tuple[bool, Pattern], ...] = (

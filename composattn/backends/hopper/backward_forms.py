@@ -10,7 +10,6 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.backward_heads import TOGETHER, bytes_together, heads_of
 from ..fused.planning.call_class import MaskKind, ModsKind
-from ..fused.tiles.order import queries_of_a_key
 from ..fused.tiles.patterns import Pattern, Span, first, matches
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import bounds_queries, sums_by
@@ -103,8 +102,7 @@ def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
     tile_m * d / 256. Taller tiles read K and V less often a score, and leave no registers for what is read beside it.
     """
     program, call, tile = facts.program, facts.call, form.tile
-    seen = queries_of_a_key(facts.problem, program)
-    a_piece, together = heads_of(facts.problem, program, seen, facts.target, facts.in_order)
+    a_piece, together = heads_of(call, facts.problem, facts.target)
     step = Step(call, tile)
     tiling = HopperBackwardTiling(
         tile_m=tile.queries,
@@ -114,7 +112,7 @@ def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
         dq_leaves=first(LEAVES, step),
         early=first(EARLY, step),
         tries_first=program.is_plain and (facts.in_order or call.widest == 96),
-        l2=TOGETHER if facts.in_order or tile.queries == 80 else bytes_together(facts.problem, program, seen),
+        l2=TOGETHER if facts.in_order or tile.queries == 80 else bytes_together(call),
         heads_together=together,
         heads_a_piece=a_piece,
         distances=2 * 4096 if sums_by(program, Sums.DISTANCE) else 0,

@@ -95,8 +95,9 @@ LONG: Pattern = {
     "group": Span(0, 5),
     "length": Span(16384, BEYOND),
 }
-BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS
-UNREAD = MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.TESTED
+BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS
+RUN = MaskKind.BOUNDS, MaskKind.RUNS
+UNREAD = MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS, MaskKind.TESTED
 DOCUMENTS = MaskKind.DOCUMENTS, MaskKind.WHOLE
 LINES = ModsKind.LINE, ModsKind.LEARNED
 UNSCORED: Pattern = {"mods": (ModsKind.PLAIN, ModsKind.DROPOUT)}
@@ -158,7 +159,7 @@ TILES: tuple[BackwardRule[Tile], ...] = (
     # D 96
     tile(PASSES, OF_HALVES, TO_96, **UNSCORED, d=(96,), mask=(MaskKind.DOCUMENTS,)),
     tile(PASSES, OF_HALVES, Span(64, 128), **UNSCORED, d=(96,), layout=PACKED, order=ANY, seen=TO_2K,
-         mask=(MaskKind.BOUNDS, MaskKind.READ, MaskKind.TESTED)),
+         mask=(MaskKind.BOUNDS, MaskKind.RUNS, MaskKind.READ, MaskKind.TESTED)),
     tile(QUERIES_64, AS_EVER, NARROW),
 )
 
@@ -184,7 +185,7 @@ BLOCKS: tuple[BackwardRule[Blocks], ...] = (
     blocks(STAY, AT_128_FIXED, TO_128, mods=(ModsKind.OF_SCORE,), mask=(MaskKind.ENDS,), group=(1,)),
     blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, pairs=YES),
     blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(MaskKind.TESTED, MaskKind.OPAQUE), layout=DENSE, group=(1,)),
-    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=(MaskKind.BOUNDS,), layout=DENSE, group=(1,), seen=TO_4K),
+    blocks(STAY, AT_128_FIXED, TO_128, mods=PLAIN, mask=RUN, layout=DENSE, group=(1,), seen=TO_4K),
     blocks(LEAVE, LEAVES_FIXED, NARROW),
 )
 # fmt: on

@@ -6,10 +6,10 @@ Of each the first row that a call's class matches is taken. Figures: one H200, i
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, ModsKind
-from ..fused.tiles.patterns import Pattern, Span, matches
+from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.scheduler import Scheduler
 from .forward_table import ForwardForm
 from .tiling import FROM_FIRST, GUESSING, RowSteps
@@ -56,71 +56,79 @@ THREE, TWO, ALONE = Shape("three warpgroups", 3), Shape("two warpgroups", 2), Sh
 LESS = {"three blocks": TWO_BLOCKS, "three warpgroups": TWO}  # where a batch-invariant tile's keys find no registers
 
 
-def with_(shape: Shape, **changes: Any) -> Shape:
-    return dataclasses.replace(shape, **changes)
-
-
 # fmt: off
-SHAPES: tuple[tuple[str, Shape, Pattern], ...] = (
-    ("small", with_(THREE_BLOCKS, stays=True), SHORT | {"widest": (64,)}),  # causal 128 to 512: 9 to 15 %
-    ("small", THREE_BLOCKS, SHORT | {"widest": TO_96}),
-    ("small", THREE_BLOCKS, WINDOW | {"widest": TO_96}),
-    ("small", THREE_BLOCKS, FEW | {"widest": TO_96}),
-    ("small", THREE_BLOCKS, {"mods": PAIRS, "widest": TO_96}),  # 37 spills with 96 columns of a table
-    ("small", with_(THREE_BLOCKS, keys=96), {"widest": TO_64}),
-    ("small", THREE_BLOCKS, {"widest": TO_96}),
-    ("small", TWO_BLOCKS, {}),
-    ("alone", with_(ALONE, keys=64), {"widest": ABOVE_192}),
-    ("alone", with_(ALONE, keys=64), FEW),
-    ("alone", ALONE, {}),
-    # 128 keys gain 2 to 16 % of 8k; drawn late, twelve documents lose 3 %, eight causal ones 4
-    ("documents", Shape("documents", 2, scheduler=Scheduler.EARLY, stays=True), {}),
-    ("large", with_(THREE, scheduler=Scheduler.LATE), {"widest": (64,), "mods": LIGHT}),
-    ("large", THREE, {"widest": TO_96, "mods": LIGHT}),
-    # D 256 has room for 80 keys; 64 cost less at a mask's edges (1 to 2.5 % of 8k)
-    ("large", with_(TWO, keys=64, scheduler=Scheduler.LATE), MASKED | {"widest": (256,)}),
-    ("large", with_(TWO, keys=64), MASKED | {"widest": ABOVE_192}),
-    ("large", with_(TWO, scheduler=Scheduler.LATE), {"widest": DRAWN}),
-    ("large", TWO, {}),
-)
+SHAPES: dict[str, tuple[tuple[Shape, Pattern], ...]] = {
+    "small": (
+        (dataclasses.replace(THREE_BLOCKS, stays=True), SHORT | {"widest": (64,)}),  # causal 128 to 512: 9 to 15 %
+        (THREE_BLOCKS, SHORT | {"widest": TO_96}),
+        (THREE_BLOCKS, WINDOW | {"widest": TO_96}),
+        (THREE_BLOCKS, FEW | {"widest": TO_96}),
+        (THREE_BLOCKS, {"mods": PAIRS, "widest": TO_96}),  # 37 spills with 96 columns of a table
+        (dataclasses.replace(THREE_BLOCKS, keys=96), {"widest": TO_64}),
+        (THREE_BLOCKS, {"widest": TO_96}),
+        (TWO_BLOCKS, {}),
+    ),
+    "alone": (
+        (dataclasses.replace(ALONE, keys=64), {"widest": ABOVE_192}),
+        (dataclasses.replace(ALONE, keys=64), FEW),
+        (ALONE, {}),
+    ),
+    "documents": (
+        # 128 keys gain 2 to 16 % of 8k; drawn late, twelve documents lose 3 %, eight causal ones 4
+        (Shape("documents", 2, scheduler=Scheduler.EARLY, stays=True), {}),
+    ),
+    "large": (
+        (dataclasses.replace(THREE, scheduler=Scheduler.LATE), {"widest": (64,), "mods": LIGHT}),
+        (THREE, {"widest": TO_96, "mods": LIGHT}),
+        # D 256 has room for 80 keys; 64 cost less at a mask's edges (1 to 2.5 % of 8k)
+        (dataclasses.replace(TWO, keys=64, scheduler=Scheduler.LATE), MASKED | {"widest": (256,)}),
+        (dataclasses.replace(TWO, keys=64), MASKED | {"widest": ABOVE_192}),
+        (dataclasses.replace(TWO, scheduler=Scheduler.LATE), {"widest": DRAWN}),
+        (TWO, {}),
+    ),
+}
 
-STEPS: tuple[tuple[str, RowSteps, Pattern], ...] = (
-    ("three blocks", RowSteps(True, "first"), {}),  # no other softmax is under its products (D 64: 1 to 3 %)
-    ("two blocks", RowSteps(), {}),
-    ("documents", RowSteps(False, "first"), {}),
-    # anew D 96 gains 1 %, D 64 1 to 2 of causal 4k and more; with no mask D 64 loses 2
-    ("guesses", RowSteps(), {"dv": TO_64, "mods": PLAIN, "mask": (MaskKind.NONE,)}),
-    ("guesses", RowSteps(written="anew"), {"dv": TO_96, "mods": PLAIN}),
-    # anew 8k gains 3 %; behind half of the exponentials 0 to 5 from 4k on; early, scores that deviate by 3 and 6 1 to 3
-    ("guesses", RowSteps(True, "half", "anew"), {"dv": Span(96, 128), "mods": PLAIN}),
-    ("guesses", RowSteps(), {}),  # ALiBi loses 2 % anew, soft caps 3
-    # three warpgroups fill each other's gaps; two gain from a shorter turn
-    ("three warpgroups", RowSteps(True), {}),
-    # D 128 gains 3 to 5 % up to 4k by the first exponential, a window of 1,024 7, D 192 and 256 0 to 2
-    ("two warpgroups", RowSteps(True, "first"), {"dv": WIDE, "mods": PLAIN}),
-    ("two warpgroups", RowSteps(False, "first"), {"mods": PLAIN}),
-    # what is read at (q, kv) gains 3 % by the first exponential, 1 to 3 anew
-    ("two warpgroups", RowSteps(True, "first", "anew"), {"dv": WIDE, "mods": PAIRS}),
-    ("two warpgroups", RowSteps(False, "first", "anew"), {"mods": PAIRS}),
-    ("two warpgroups", RowSteps(True), {"dv": WIDE}),  # by the first exponential a soft cap loses 2 %, ALiBi 1
-    ("two warpgroups", RowSteps(), {}),
-    ("alone", RowSteps(True), {"dv": WIDE, "mods": DROPOUT}),
-    ("alone", RowSteps(), {"mods": DROPOUT}),
-    ("alone", RowSteps(True, "first", "anew"), {"dv": WIDE, "mods": PAIRS}),
-    ("alone", RowSteps(False, "first", "anew"), {"mods": PAIRS}),
-    ("alone", RowSteps(True, "first"), {"dv": WIDE}),
-    ("alone", RowSteps(False, "first"), {}),
-)
+STEPS: dict[str, tuple[tuple[RowSteps, Pattern], ...]] = {
+    "three blocks": ((RowSteps(True, "first"), {}),),  # no other softmax is under its products (D 64: 1 to 3 %)
+    "two blocks": ((RowSteps(), {}),),
+    "documents": ((RowSteps(False, "first"), {}),),
+    "guesses": (
+        # anew D 96 gains 1 %, D 64 1 to 2 of causal 4k and more; with no mask D 64 loses 2
+        (RowSteps(), {"dv": TO_64, "mods": PLAIN, "mask": (MaskKind.NONE,)}),
+        (RowSteps(written="anew"), {"dv": TO_96, "mods": PLAIN}),
+        # anew 8k gains 3 %; behind half of the exponentials 0 to 5 from 4k on; early, by 3 and 6 deviating ones 1 to 3
+        (RowSteps(True, "half", "anew"), {"dv": Span(96, 128), "mods": PLAIN}),
+        (RowSteps(), {}),  # ALiBi loses 2 % anew, soft caps 3
+    ),
+    "three warpgroups": (
+        # three warpgroups fill each other's gaps; two gain from a shorter turn
+        (RowSteps(True), {}),
+    ),
+    "two warpgroups": (
+        # D 128 gains 3 to 5 % up to 4k by the first exponential, a window of 1,024 7, D 192 and 256 0 to 2
+        (RowSteps(True, "first"), {"dv": WIDE, "mods": PLAIN}),
+        (RowSteps(False, "first"), {"mods": PLAIN}),
+        # what is read at (q, kv) gains 3 % by the first exponential, 1 to 3 anew
+        (RowSteps(True, "first", "anew"), {"dv": WIDE, "mods": PAIRS}),
+        (RowSteps(False, "first", "anew"), {"mods": PAIRS}),
+        (RowSteps(True), {"dv": WIDE}),  # by the first exponential a soft cap loses 2 %, ALiBi 1
+        (RowSteps(), {}),
+    ),
+    "alone": (
+        (RowSteps(True), {"dv": WIDE, "mods": DROPOUT}),
+        (RowSteps(), {"mods": DROPOUT}),
+        (RowSteps(True, "first", "anew"), {"dv": WIDE, "mods": PAIRS}),
+        (RowSteps(False, "first", "anew"), {"mods": PAIRS}),
+        (RowSteps(True, "first"), {"dv": WIDE}),
+        (RowSteps(False, "first"), {}),
+    ),
+}
 # fmt: on
 
 
 def shape_of(form: ForwardForm, call: CallClass) -> Shape:
-    return _first(SHAPES, form.kind, call)
+    return first(SHAPES[form.kind], call)
 
 
 def steps_of(form: ForwardForm, shape: Shape, call: CallClass) -> RowSteps:
-    return _first(STEPS, "guesses" if form.guesses else shape.kind, call)
-
-
-def _first(table: tuple[tuple[str, Any, Pattern], ...], name: str, call: CallClass) -> Any:
-    return next(says for of, says, pattern in table if of == name and matches(call, pattern))
+    return first(STEPS["guesses" if form.guesses else shape.kind], call)

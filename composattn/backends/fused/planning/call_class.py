@@ -63,7 +63,7 @@ class MaskKind(enum.Enum):
     BOUNDS = "bounds on positions"  # causal, windows, prefixes
     TESTED = "a costly test"  # at a query or a key tensors are read, or a remainder is looked at: dilated windows
     OPAQUE = "a test of pairs"  # no bound on the keys: tables, neighbourhoods
-    RUNS = "several runs of keys"
+    RUNS = "several runs of keys"  # in a backward, of queries
     DOCUMENTS = "tensors say where keys begin or end"
     # which queries see a key, in a backward alone
     ENDS = "bounds that end with the last queries"  # causal, prefixes
@@ -204,6 +204,8 @@ def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
         return MaskKind.OPAQUE
     if has_costly_test(mask):
         return MaskKind.TESTED
+    if len(program.of_keys[0]) > 1:
+        return MaskKind.RUNS
     return MaskKind.ENDS if end_together(problem, program) else MaskKind.BOUNDS
 
 
