@@ -23,6 +23,7 @@ from torch._dynamo import config, exc, symbolic_convert, variables
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -449,11 +450,29 @@ def _is_tensor(value: Any, or_holds: bool) -> bool:
     return value.is_tensor()  # type: ignore[no-any-return]
 
 
+_METHODS = {
+    operator.invert: "__invert__",
+    operator.and_: "__rand__",
+    operator.or_: "__ror__",
+    operator.rshift: "__rrshift__",
+    operator.add: "__radd__",
+}
+"""What `~mask` and `function & mask` call: Dynamo knows the first of tensors alone, and before torch 2.12 no reflected one."""
+
+
+def _is_of_a_mod(args: Sequence[Any]) -> bool:
+    """Whether an operator's last argument is an object, and one before it a function."""
+    *functions, last = [a.realize() for a in args]
+    is_function = all(isinstance(a, BaseUserFunctionVariable) for a in functions)
+    return is_function and isinstance(last, UserDefinedObjectVariable)
+
+
 def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         reading = getattr(pending, "reading", None)
-        if getattr(self, "fn", None) is operator.invert and isinstance(args[0].realize(), UserDefinedObjectVariable):
-            return args[0].call_method(tx, "__invert__", [], {})  # `~causal()`: Dynamo knows it of tensors alone
+        method = _METHODS.get(getattr(self, "fn", None))
+        if method is not None and not kwargs and _is_of_a_mod(args):
+            return args[-1].call_method(tx, method, list(args[:-1]), {})
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
         func, given = self.as_python_constant(), [*args, *kwargs.values()]

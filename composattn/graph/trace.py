@@ -94,7 +94,7 @@ _SCORE_PROXY = Proxy(score())
 
 def arity(fn: Callable[..., Any]) -> int | None:
     """Positional arguments that `fn` must be given, or None where Python can't tell."""
-    if type(fn) is types.FunctionType and not fn.__dict__:  # __wrapped__ and __signature__ would be there
+    if type(fn) is types.FunctionType and not (hasattr(fn, "__wrapped__") or hasattr(fn, "__signature__")):
         code = fn.__code__
         if not code.co_flags & inspect.CO_VARARGS and not code.co_kwonlyargcount:
             return code.co_argcount - len(fn.__defaults__ or ())
