@@ -31,6 +31,7 @@ from .streams import has_streams, stream_handle
 
 Recipe = Callable[..., torch.Tensor]
 Kind = TypeVar("Kind", bound="Derived")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Derived(Capture):
@@ -123,9 +124,15 @@ class Derived(Capture):
         return f"Derived({getattr(self.recipe, '__name__', 'recipe')}, {list(self._kept.shape)})"
 
 
-@contextmanager
-def plain_tensors() -> Iterator[None]:
+def plain_tensors() -> AbstractContextManager[None]:
     """Inside, tensors are made that can be written to anywhere: not so an inference tensor outside of its mode."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _plain_tensors()
+    return _NOTHING
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -181,9 +188,6 @@ def derived_for_graph(
 ) -> AbstractContextManager[None]:
     """`derived_anew` where a CUDA graph records the call, unless that is so already; elsewhere nothing."""
     return _NOTHING if derives_anew() or not refreshed.belongs_to_graph() else derived_anew(captures, given)
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def refresh(captures: Iterable[Capture]) -> None:

@@ -23,25 +23,29 @@ _COARSE = 1024  # tiles of the analysis; bounds of b and h are exact in tiles of
 _AT_ONCE = 2**24  # pairs that are looked at together
 
 
-def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch.device) -> None:
+def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch.device) -> bool:
     """Looks at `tensor[..., h, ...]` and the like where `sizes` (of b, h, q, kv, as far as known) exceed the shape.
 
     A read in a branch of `torch.where` is taken to be guarded, one at pairs that the mask hides is never looked at.
+    Returns whether the mask was asked what it hides: then other contents may say otherwise.
 
     Raises: `CapturedIndexOutOfRange`.
     """
+    asked = False
     for root in (program.mask, program.score):
         for node in () if root is None else _unguarded_reads(root):
             shape = tuple(node.attr.tensor.shape)
             for index, length in zip(node.args, shape, strict=True):
                 if index.op != "index" or length >= sizes.get(index.attr, 0):
                     continue
+                asked = True
                 if _sees(program.mask, index.attr, length, sizes, device):
                     raise CapturedIndexOutOfRange(
                         f"a captured tensor of shape {shape} is read at {list(node.args)}, and the call has "
                         f"{sizes[index.attr]} for {_CALLED[index.attr]}; make the tensor larger, clamp the index, or "
                         "hide those pairs with the mask"
                     )
+    return asked
 
 
 def _unguarded_reads(root: Expr) -> Iterator[Expr]:

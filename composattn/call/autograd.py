@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -93,10 +94,13 @@ def attend(call: Differentiable, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def without_autocast(on: torch.Tensor, function: Callable[..., T], *arguments: Any) -> T:
     """`function(*arguments)` with autocast off for the device of `on`."""
-    if not torch._C._is_any_autocast_enabled():
+    with autocast_off(on):
         return function(*arguments)
-    with torch.autocast(on.device.type, enabled=False):
-        return function(*arguments)
+
+
+def autocast_off(on: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, autocast is off for the device of `on`; where it is off already, nothing is entered."""
+    return torch.autocast(on.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
 class _Attend(torch.autograd.Function):

@@ -15,8 +15,10 @@ from ..call.problem import Problem, refuse_foreign, undense
 from ..graph.expr import Expr, walk
 
 
-def check_captures(program: Program, problem: Problem) -> None:
+def check_captures(program: Program, problem: Problem) -> bool:
     """Captured tensors lie where q does, except 0-d ones, which travel as numbers.
+
+    Returns whether what they hold had a part in it; else it holds of all tensors of their forms.
 
     Raises: `BlockMaskMismatch`, `DeviceMismatch`, `UnsupportedCapture`, `ModShapeMismatch` for mods of more heads or
     sequences, `CapturedIndexOutOfRange` for a tensor that is shorter than what is read of it.
@@ -42,7 +44,7 @@ def check_captures(program: Program, problem: Problem) -> None:
     refuse_other_sizes(program, sizes)
     if problem.layout.is_dense and problem.q_len and problem.kv_len:
         sizes |= {"q": problem.q_len, "kv": problem.kv_len}
-    refuse_short_reads(program, sizes, problem.device)
+    return refuse_short_reads(program, sizes, problem.device)
 
 
 def _check_sink(sink: Expr, problem: Problem) -> None:

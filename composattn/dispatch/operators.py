@@ -34,7 +34,7 @@ from ..analysis import streams
 from ..analysis.derived import derived_anew, derived_for_graph, same_memory
 from ..analysis.graphs import numbers_now, refuse_outdated
 from ..analysis.refreshed import distrusting, no_caching
-from ..call.autograd import BackwardInputs, Differentiable
+from ..call.autograd import BackwardInputs, Differentiable, autocast_off
 from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
@@ -221,7 +221,7 @@ def _attended(
     planned = bound.planned
     inputs = Inputs.unflatten(q, k, v, lengths, hints)
     check_contents(inputs)
-    with bound.around, torch.autocast(q.device.type, enabled=False):
+    with bound.around, autocast_off(q):
         check_blocks(planned._tables)
         check_reads(planned.program, inputs, planned.options.scale)
         call = _differentiable(planned, None, inputs, with_max)
@@ -272,7 +272,7 @@ def attend_backward(
         asked: dict[Capture, bool] = {}
         for capture, want in zip(bound.leaves, wanted[3:], strict=True):
             asked[capture] = asked.get(capture, False) or want
-        with bound.around, torch.autocast(q.device.type, enabled=False):
+        with bound.around, autocast_off(q):
             call = _differentiable(bound.planned, saved, Inputs.unflatten(q, k, v, lengths, hints))
             read = call.read(bound.replaced(captured))
             of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))

@@ -176,7 +176,7 @@ def planned_of(
     if found is not None:
         planned, _, seen = found
         if borrowed is not None and seen[0] != borrowed.epoch:
-            planned.check_again()  # other contents: what a mask hides of a short tensor may be visible now
+            planned.check_again(borrowed.tensors)
             seen[0] = borrowed.epoch
         return planned, borrowed
     if borrowed is None:

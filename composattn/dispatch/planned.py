@@ -126,8 +126,8 @@ class Planned(Plans):
         if inputs.paged is not None:
             refuse_gradient(*inputs[:3], *(c.tensor for c in self.program.read_by_mods[0]))
 
-    def check_again(self) -> None:
-        super().check_again()
+    def forget_checks(self) -> None:
+        super().forget_checks()
         self._latest = ()
 
 

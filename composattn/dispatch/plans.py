@@ -7,13 +7,16 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from .. import backends, errors
 from ..analysis.program import Program
 from ..call.inputs import Inputs
 from ..call.prepared import PreparedCall
-from ..call.problem import Problem, softmax_scale
+from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
 from .captured import check_captures
 
@@ -47,6 +50,7 @@ class Plans:
         self.program, self.options = program, options
         self._prepared: dict[Any, PreparedCall] = {}  # by the form of the inputs
         self._planned: dict[Any, PreparedCall] = {}  # by what plans are made of: fewer
+        self._hangs_on_contents = False  # whether a check of what the mods read looked at what it holds
 
     def prepared(self, inputs: Inputs) -> PreparedCall:
         """The prepared call for inputs of this form, remembered."""
@@ -70,7 +74,7 @@ class Plans:
                 "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
                 "torch._subclasses.fake_tensor.FakeTensorMode()"
             )
-        check_captures(self.program, problem)
+        self._hangs_on_contents |= check_captures(self.program, problem)
         planned = problem.rounded
         key = (planned, planned.layout.hints)
         call = self._planned.get(key)
@@ -82,8 +86,18 @@ class Plans:
         """A plan of other graphs with these options, which knows no forms yet."""
         return Plans(program, self.options)
 
-    def check_again(self) -> None:
-        """Lets the next call of each form check what its mods read; what was planned stays."""
+    def check_again(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Checks `tensors`, which the mods read from now on in place of others of their forms.
+
+        Where what those held had a part in a check, the next call of each form checks all; what was planned stays.
+        """
+        for tensor in tensors:
+            refuse_foreign("a captured tensor", tensor)
+        if self._hangs_on_contents:
+            self.forget_checks()
+
+    def forget_checks(self) -> None:
+        """Lets the next call of each form check what its mods read."""
         self._prepared.clear()
 
     def _plan(self, problem: Problem) -> PreparedCall:

@@ -450,14 +450,14 @@ def _is_tensor(value: Any, or_holds: bool) -> bool:
     return value.is_tensor()  # type: ignore[no-any-return]
 
 
-_METHODS = {
+_METHODS: dict[Any, str] = {
     operator.invert: "__invert__",
     operator.and_: "__rand__",
     operator.or_: "__ror__",
     operator.rshift: "__rrshift__",
     operator.add: "__radd__",
 }
-"""What `~mask` and `function & mask` call: Dynamo knows the first of tensors alone, and before torch 2.12 no reflected one."""
+"""What `~mask` and `function & mask` call: Dynamo knows the first of tensors alone, and that of torch 2.11 no other."""
 
 
 def _is_of_a_mod(args: Sequence[Any]) -> bool:

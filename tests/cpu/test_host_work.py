@@ -38,6 +38,7 @@ from composattn.backends.fused.planning.arguments import (
 from composattn.backends.fused.running import captured
 from composattn.backends.fused.running.bulk import tidy
 from composattn.backends.fused.running.captured import Standing
+from composattn.dispatch import plans
 from composattn.graph import copies as tables
 from composattn.graph.borrowed import Borrowed, borrow
 from composattn.mods import alibi, causal, document, sliding_window
@@ -425,3 +426,16 @@ def test_a_plan_keeps_the_tiles_of_its_first_run_time_number_and_orders_them_by_
     first_key = (found[:, 1] * tiling.tile_m - 699).clamp(0)  # of those that the tile's first query sees
     visits = -(-900 // tiling.tile_n) - first_key // tiling.tile_n
     assert (visits.diff() <= 0).all(), "longest first"
+
+
+def test_tensors_of_a_form_that_was_met_are_not_checked_again_for_what_their_form_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, problems = RECIPE, []
+    described = plans.Plans.problem
+    monkeypatch.setattr(plans.Plans, "problem", lambda *given: problems.append(1) or described(*given))
+    q = torch.randn(size.batch, size.heads, size.length, size.head_dim)
+    for _ in range(4):
+        ids = drawn_documents(size)
+        ca.attention(q, q, q, mask_mod=causal() & document(ids))
+    assert len(problems) == 1
