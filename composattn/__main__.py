@@ -1,5 +1,5 @@
-"""The command line: what a call would do (explain), its kernels (compile), those that are kept (cache), speed (bench),
-what works here (doctor).
+"""The command line: what a call would do (explain), its kernels (compile), those that are kept (cache), its fastest
+form on this GPU (tune), speed (bench), what works here (doctor).
 """
 
 from __future__ import annotations
@@ -188,6 +188,26 @@ def compile_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
+def tune(options: argparse.Namespace) -> int:
+    """Time every form of one call on this GPU, and keep the fastest for later calls of its sizes and class."""
+    if not torch.cuda.is_available():
+        raise ca.errors.BackendUnavailable(
+            "composattn tune times kernels, and there is no GPU here; run it on the machine that will run the calls, "
+            "with the same COMPOSATTN_CACHE_DIR"
+        )
+    from composattn import tuning
+    from composattn.backends.fused.compiling import disk_cache, tuned
+
+    inputs = inputs_from(options)
+    for rows in inputs[:3]:
+        rows.normal_()
+    attention, gpu = functools.partial(attention_from, options), torch.cuda.get_device_name(inputs.q.device)
+    for timed in tuning.tune(attention, inputs, options.gradient, tuning.gpu_stopwatch, gpu):
+        print(timed, flush=True)
+    print(f"in {disk_cache.usable() / tuned.FILE}; remove it to have the tables' forms again")
+    return 0
+
+
 NO_CUOBJDUMP = "unknown (pip install nvidia-cuda-cuobjdump)"
 NO_NVDISASM = "unknown (pip install nvidia-cuda-nvdisasm)"
 
@@ -254,6 +274,9 @@ def parser() -> argparse.ArgumentParser:
     kernel.add_argument("--gradient", action="store_true", help="for calls that autograd records, backward too")
     kernel.add_argument("--out", type=Path, help="a cache folder to keep them in, to be copied; default: the cache")
     kernel.set_defaults(run=compile_kernels)
+    times = commands.add_parser("tune", parents=[call], help=tune.__doc__)
+    times.add_argument("--gradient", action="store_true", help="the backward too")
+    times.set_defaults(run=tune)
     keeping = commands.add_parser("cache", help=cache.__doc__)
     keeping.add_argument("--unused", type=days_from, metavar="DAYS", help="remove kernels not used for so long; 0: all")
     keeping.set_defaults(run=cache)

@@ -34,7 +34,7 @@ ROOMS = {
     "backends, by name": "backends",
     "dispatch": "dispatch",
     "parallel": "parallel",
-    "front door": "__init__ __main__ api nn flex explain weights shaped doctor quantising",
+    "front door": "__init__ __main__ api nn flex explain weights shaped doctor tuning quantising",
     "testing": "testing",
     "integrations": "integrations",
 }

@@ -7,25 +7,29 @@ import math
 
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ..fused.compiling import tuned
 from ..fused.planning.cut import MANY
 from ..fused.tiles.coverage import all_are_seen, differ
 from ..fused.tiles.target import Target
 from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
-from .backward_table import BackwardForm, form_of, rows_of
+from .backward_table import FORMS, BackwardForm, form_of, rows_of, serves
 from .backward_tiling import HopperBackwardTiling
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
     """Tiles of the backward kernel, and their order; `deterministic`: dQ is summed in a fixed order."""
     call = backward_class(problem, program, target, deterministic)
-    return tiling_of_form(form_of(call), Facts(problem, program, target, call))
+    facts, others = Facts(problem, program, target, call), (form for form in FORMS if serves(form, call))
+    return tuned.tiling(call, problem, target, form_of(call), others, lambda form: tiling_of_form(form, facts))
 
 
 def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
     """The class of a call, the form it gets, and what says so, for people to read."""
     call = backward_class(problem, program, target, deterministic)
-    tile, blocks = rows_of(call)
+    (tile, blocks), known = rows_of(call), tuned.of_call(call, problem, target)
+    if known:
+        return f"{call}\n    form: {known.form}; {known}; the tables say {form_of(call)}"
     return f"{call}\n    tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
 
 

@@ -88,13 +88,7 @@ CLAIMED: Pattern = {"largest": (80,), "square": YES, "mask": (MaskKind.ENDS,), "
 FEW_TILES: Pattern = {"order": ANY, "work": (Rounds.AT_ONCE,)}
 NARROW_WINDOW: Pattern = {"order": ANY, "mask": (MaskKind.BOUNDS,), "seen": Span(0, 256)}
 TORN: Pattern = {"mods": PLAIN, "mask": (MaskKind.READ, MaskKind.DOCUMENTS), "largest": (64,)}
-LONG: Pattern = {
-    "mods": PLAIN,
-    "order": ANY,
-    "layout": DENSE,
-    "group": Span(0, 5),
-    "length": Span(16384, BEYOND),
-}
+LONG: Pattern = {"mods": PLAIN, "order": ANY, "layout": DENSE, "group": Span(0, 5), "length": Span(16384, BEYOND)}
 BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS
 RUN = MaskKind.BOUNDS, MaskKind.RUNS
 UNREAD = MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS, MaskKind.TESTED
@@ -202,6 +196,7 @@ def form_of(call: BackwardClass) -> BackwardForm:
     return BackwardForm(tile_row.says, blocks_row.says)
 
 
+PASSED = tuple(m for m in MaskKind if m not in (MaskKind.NONE, MaskKind.OPAQUE, MaskKind.LISTED))
 # what a call must be, that a tile can be its: none of the table's rules that only speed decides
 _ANY_DQ: Pattern = {"widest": NARROW, "order": ANY}
 SERVED: dict[Tile, Pattern] = {
@@ -213,12 +208,7 @@ SERVED: dict[Tile, Pattern] = {
     SENDS_80: {"widest": NARROW, "largest": (80,)},
     CLAIMS: {**_ANY_DQ, "largest": (80,), "square": YES},
     IN_BULK: {**_ANY_DQ, "widest": Span(64, 128), "pairs": YES},
-    PASSES: {
-        **UNSCORED,
-        "widest": Span(64, 128),
-        "d": (96, 128),
-        "mask": tuple(m for m in MaskKind if m not in (MaskKind.NONE, MaskKind.OPAQUE, MaskKind.LISTED)),
-    },
+    PASSES: {**UNSCORED, "widest": Span(64, 128), "d": (96, 128), "mask": PASSED},
 }
 FORMS = tuple(BackwardForm(tile, blocks) for tile in SERVED for blocks in (STAY, LEAVE, CLEAR))
 

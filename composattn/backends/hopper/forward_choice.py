@@ -6,12 +6,13 @@ import dataclasses
 
 from ...analysis.program import Program
 from ...call.problem import Problem
+from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Rounds, class_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
 from .forward_forms import Facts, tiling_of
-from .forward_table import ForwardForm, row_of
+from .forward_table import FORMS, ForwardForm, row_of, serves
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
 
@@ -19,7 +20,8 @@ from .wide_tiling import WideTiling, wide_tiling
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """Tiles of the forward kernel."""
     call = forward_class(problem, program, target)
-    return tiling_of_form(row_of(call).form, call, problem, program, target)
+    own, others = row_of(call).form, (form for form in FORMS if serves(form, call))
+    return tuned.tiling(call, problem, target, own, others, lambda f: tiling_of_form(f, call, problem, program, target))
 
 
 def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
@@ -34,8 +36,9 @@ def forward_class(problem: Problem, program: Program, target: Target) -> CallCla
 def forward_words(problem: Problem, program: Program, target: Target) -> str:
     """The class of a call, the form it gets, and what says so, for people to read."""
     call = forward_class(problem, program, target)
-    row = row_of(call)
-    return f"{call}\n    form: {row.form}; {row.evidence}"
+    row, known = row_of(call), tuned.of_call(call, problem, target)
+    chosen = f"{known.form}; {known}; the table says {row.form}" if known else f"{row.form}; {row.evidence}"
+    return f"{call}\n    form: {chosen}"
 
 
 def tiling_of_form(

@@ -19,7 +19,7 @@ Kind = Literal["three blocks", "two blocks", "alone", "three warpgroups", "two w
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """So many `warpgroups`, and `blocks` of them on an SM; a tile has up to so many `keys`.
+    """A block of `warpgroups`, of which an SM has `blocks`; a tile has up to so many `keys`.
 
     `scheduler`: how tiles come to blocks that stay; `stays`: whether they do whatever the form says.
     """

@@ -84,12 +84,10 @@ def dense(form: ForwardForm, evidence: Evidence, widest: Span, **pattern: Contai
 OF_DOCUMENTS = NotMeasured("single timings: 8k of D 128 gains 2 to 16 % over small blocks")
 OF_ONE_SEQUENCE = NotMeasured("single timings: one sequence of 128 to 1,024 gains 17 to 35 % (D 64 and 96: 3 to 10)")
 OF_HALF_FULL = NotMeasured("single timings: behind a mask 15 to 25 %, as the second round's tiles are half full")
-OF_FEW_ROUNDS = NotMeasured("as it was: tiles of 64 queries leave less of a last round idle")
 OF_32K = NotMeasured("single timings: 32k loses 2 to 3 % by blocks that stay")
 OF_LONG_LINES = NotMeasured("single timings: causal 8k of ALiBi loses 7 % by blocks that stay")
 OF_UNDRAWN = NotMeasured("at this D blocks that stay go by a fixed stride, and tiles that a mask cuts differ")
 AS_DILATED_88 = NotMeasured("as a dilated window of D 88, which loses 11 % by blocks that stay")
-AS_D_64 = NotMeasured("as D 64")
 AS_EVER = NotMeasured("as it was")
 
 # fmt: off
@@ -106,7 +104,7 @@ TABLE: tuple[ForwardRule, ...] = (
     dense(DOCUMENTS, fitted(1, 1.047), TO_128, **OF_IDS, length=Span(4224, BEYOND)),
     dense(SMALL, fitted(5, 1.078), Span(0, 128), mask=(MaskKind.DOCUMENTS,)),
     # D up to 64
-    dense(SMALL, OF_FEW_ROUNDS, Span(0, 96), work=(Rounds.FEW_ROUNDS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(SMALL, AS_EVER, Span(0, 96), work=(Rounds.FEW_ROUNDS,), seen=Span(0, 1152), sectors=(True,)),
     dense(GUESSES_STAYS, fitted(5, 1.004), TO_64, **UNMASKED, seen=Span(0, 512), fills=(True,)),
     dense(SMALL, fitted(14, 1.049), TO_64, seen=Span(0, 512), sectors=(True,)),
     dense(SMALL, fitted(3, 1.038), TO_64, mods=(ModsKind.PAIRS,), seen=Span(0, 2304)),
@@ -119,7 +117,7 @@ TABLE: tuple[ForwardRule, ...] = (
     dense(GUESSES_STAYS, fitted(6, 1.007), TO_96, **UNMASKED, seen=Span(1152, BEYOND)),
     dense(GUESSES_STAYS, fitted(6, 1.040), TO_96, **MASKED, length=Span(512, 1152)),
     dense(GUESSES, fitted(6, 1.032), TO_96, **MASKED, length=Span(1152, BEYOND)),
-    dense(SMALL, AS_D_64, TO_96, mods=(ModsKind.PAIRS,), seen=Span(0, 1152), sectors=(True,)),
+    dense(SMALL, AS_EVER, TO_96, mods=(ModsKind.PAIRS,), seen=Span(0, 1152), sectors=(True,)),
     dense(LARGE, OF_UNDRAWN, TO_96, mask=MASKS, length=Span(1152, BEYOND)),
     dense(STAYS, fitted(14, 1.066), TO_96),
     # D up to 128

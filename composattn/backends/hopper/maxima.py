@@ -11,9 +11,7 @@ from ..fused.tiles.traits import keys
 # the share makes half of that, and errors by 0.4 % larger where the output is wide. There sums are read at doublings:
 # scores that deviate by 3 and 6 gain 1 to 4 %; narrow outputs lose 0.4 by it
 BY_SUMS, BY_SUMS_WIDE = RescaleThreshold(8.0, share=1 / 32), RescaleThreshold(8.0, share=1 / 16, sums_read="doubled")
-BY_SUMS_WIDEST = RescaleThreshold(
-    8.0, share=1 / 16
-)  # in shared memory nothing lies under the softmax: D 512 loses 0 to 2 % by it
+BY_SUMS_WIDEST = RescaleThreshold(8.0, share=1 / 16)  # D 512 has nothing under the softmax, and loses 0 to 2 % by it
 ALONE = RescaleThreshold(3.0)
 FEW_KEYS_ALONE = 1024  # up to which noting a row's sums takes 1 to 5 % of a call
 

@@ -1,0 +1,119 @@
+"""Which form a user's own calls were timed to want: a file beside the kernels, written by `composattn tune`.
+
+A call is known there by its class and its sizes, direction and GPU; a form that cannot cut it any more is passed by.
+Batch-invariant calls are left as they are, as their bits are those of the form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ....call.problem import Problem
+from ..planning.call_class import CallClass
+from ..tiles.target import Target
+from . import disk_cache
+
+FILE = "tuned.json"
+Form = TypeVar("Form")
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """`form` was the fastest: `gain` is the time of the best other one, `over`, over its. `gpu`: where."""
+
+    form: str
+    over: str
+    gain: float
+    gpu: str
+
+    def __str__(self) -> str:
+        return f"tuned: {self.gain - 1:+.1%} over {self.over}, timed on this machine ({self.gpu})"
+
+
+@dataclasses.dataclass
+class Asking:
+    """Which form is `wanted` by direction; `met`: of each call its own form, and the others that cut it otherwise."""
+
+    wanted: Mapping[str, str]
+    met: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+_asking: list[Asking] = []  # of the process: a backward is planned in a thread of autograd's
+
+
+@contextlib.contextmanager
+def asking(**wanted: str) -> Iterator[Asking]:
+    """Inside, calls are planned by these forms, `forward=` and `backward=`, where they can cut them."""
+    asked = Asking(wanted)
+    _asking.append(asked)
+    try:
+        yield asked
+    finally:
+        _asking.remove(asked)
+
+
+def tiling(
+    call: CallClass, problem: Problem, target: Target, own: Form, others: Iterable[Form], made: Callable[[Form], Made]
+) -> Made:
+    """The tiling of a call by its `own` form, or by that of the `others` that is asked for, or was tuned."""
+    if call.order == "batch-invariant":
+        return made(own)
+    key = key_of(call, problem, target)
+    if _asking:
+        tilings = {str(own): made(own)}
+        for form in others:
+            with contextlib.suppress(AssertionError, ValueError):  # fields that exclude each other
+                found = made(form)
+                if found not in tilings.values():
+                    tilings[str(form)] = found
+        _asking[-1].met[key] = list(tilings)
+        return tilings.get(_asking[-1].wanted.get(call.direction, ""), tilings[str(own)])
+    known = of_call(call, problem, target)
+    return made(next((form for form in others if str(form) == known.form), own) if known else own)
+
+
+def of_call(call: CallClass, problem: Problem, target: Target) -> Tuned | None:
+    """What is known of a call; None: nothing."""
+    known = kept(disk_cache.folder() / FILE)
+    return known.get(key_of(call, problem, target)) if known and call.order != "batch-invariant" else None
+
+
+def key_of(call: CallClass, problem: Problem, target: Target) -> str:
+    """A call's class, sizes and GPU."""
+    p = problem
+    sizes = f"B {p.batch}, {p.q_heads} on {p.kv_heads} heads, {p.q_len} x {p.kv_len}, D {p.head_dim}, Dv {p.head_dim_v}"
+    return f"{call}; {sizes}, {p.dtype}, {target.arch} of {target.sms} SMs"
+
+
+def kept(path: Path) -> dict[str, Tuned]:
+    """What the file says; nothing where there is none, or others than this user can write it."""
+    try:
+        written = os.stat(path).st_mtime_ns
+    except OSError:
+        return {}
+    return _read(path, written)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, written: int) -> dict[str, Tuned]:
+    found = {} if disk_cache.unusable(path.parent) else json.loads(path.read_text())
+    return {key: Tuned(**said) for key, said in found.items()}
+
+
+def keep(found: Mapping[str, Tuned]) -> Path:
+    """Adds what was found to the file, which other processes see whole. Returns its path."""
+    folder = disk_cache.usable()
+    path = folder / FILE
+    all_of: dict[str, Any] = {key: dataclasses.asdict(t) for key, t in (kept(path) | dict(found)).items()}
+    with disk_cache.writing(folder) as aside:
+        (aside / FILE).write_text(json.dumps(all_of, indent=1))
+        os.replace(aside / FILE, path)
+    return path

@@ -1,0 +1,96 @@
+"""Forms that a user's calls were timed to want: who takes them, who does not, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from composattn.__main__ import main
+from composattn.analysis.program import Program
+from composattn.backends.fused.compiling import disk_cache, tuned
+from composattn.backends.fused.compiling.tuned import Tuned
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.hopper.backward_choice import backward_tiling, backward_words
+from composattn.backends.hopper.backward_class import backward_class
+from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, forward_words
+from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
+
+CALL = Problem(4, 16, 16, 2048, 2048, 128, 128, torch.bfloat16, torch.device("cpu"))
+FASTER = Tuned("large", "large, stays", 1.07, "a GPU")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def key(problem: Problem = CALL) -> str:
+    return tuned.key_of(forward_class(problem, Program(), HOPPER), problem, HOPPER)
+
+
+def test_a_call_takes_the_form_that_was_fastest_here_and_says_so() -> None:
+    assert forward_tiling(CALL, Program(), HOPPER).persistent
+    tuned.keep({key(): FASTER})
+    assert not forward_tiling(CALL, Program(), HOPPER).persistent
+    words = forward_words(CALL, Program(), HOPPER)
+    assert (
+        "form: large; tuned: +7.0% over large, stays, timed on this machine (a GPU); the table says large, stays"
+        in words
+    )
+
+
+def test_so_does_a_backward() -> None:
+    call = backward_class(CALL, Program(), HOPPER, False)
+    tuned.keep({tuned.key_of(call, CALL, HOPPER): dataclasses.replace(FASTER, form="64 queries, blocks stay")})
+    assert backward_tiling(CALL, Program(), HOPPER, False).tile_m == 64
+    assert backward_tiling(CALL, Program(), HOPPER, True).tile_m == 80, "in a fixed order nobody timed it"
+    assert "form: 64 queries, blocks stay; tuned: +7.0%" in backward_words(CALL, Program(), HOPPER, False)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"batch": 5}, {"kv_len": 2049}, {"dtype": torch.float16}, {"schedule": Schedule(batch_invariant=True)}]
+)
+def test_other_calls_keep_the_forms_of_the_table(changes: dict[str, object]) -> None:
+    other = dataclasses.replace(CALL, **changes)  # type: ignore[arg-type]
+    before = forward_tiling(other, Program(), HOPPER)
+    tuned.keep({key(): FASTER})
+    assert forward_tiling(other, Program(), HOPPER) == before
+
+
+def test_a_form_that_cuts_no_such_call_any_more_is_passed_by() -> None:
+    before = forward_tiling(CALL, Program(), HOPPER)
+    tuned.keep({key(): dataclasses.replace(FASTER, form="documents")})
+    assert forward_tiling(CALL, Program(), HOPPER) == before
+
+
+def test_a_file_that_others_could_have_written_says_nothing(folder: Path) -> None:
+    tuned.keep({key(): FASTER})
+    folder.chmod(0o777)
+    tuned._read.cache_clear()
+    assert forward_tiling(CALL, Program(), HOPPER).persistent
+
+
+def test_what_is_kept_is_added_to_what_was() -> None:
+    tuned.keep({"one": FASTER})
+    path = tuned.keep({"two": FASTER})
+    assert set(tuned.kept(path)) == {"one", "two"}
+
+
+def test_forms_are_asked_for_and_candidates_told_apart_by_their_tilings() -> None:
+    with tuned.asking(forward="large") as asked:
+        assert not forward_tiling(CALL, Program(), HOPPER).persistent
+    (names,) = asked.met.values()
+    assert names[:1] == ["large, guesses, stays"] or names[0] == "large, stays"
+    assert len(names) == len(set(names)) > 2
+    assert forward_tiling(CALL, Program(), HOPPER).persistent, "outside nobody asks"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine with no GPU says")
+def test_with_no_gpu_tune_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 1
+    assert "BackendUnavailable: composattn tune times kernels, and there is no GPU here" in capsys.readouterr().err
