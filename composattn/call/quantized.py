@@ -37,8 +37,12 @@ def in_eight_bits(
     where: tuple[Varlen | None, Paged | None],
     score_mod: Callable[..., Any] | None,
     scale: float | None,
+    scores_are_seen: bool,
 ) -> InEightBits:
     """The call that `tensors` (q, k, v, each a tensor or `Quantized`) and their `scales` say.
+
+    scores_are_seen: by a score mod, sinks, or who asks for LSE or the largest scores. They get k's mean back then: what
+        a row's scores share changes nothing else, and takes a pass over q.
 
     q of 8 bits is widened to `out_dtype`, which is exact. Where a quantised tensor asks for a gradient, all are
     dequantised, so that it flows straight through.
@@ -55,7 +59,7 @@ def in_eight_bits(
     before = [] if k.scale is None else [(of_k, k.scale)]
     behind = [] if q.scale is None else [(of_q, q.scale)]
     shift = None
-    if k.mean is not None and not surely(queries.numel() == 0):
+    if scores_are_seen and k.mean is not None and not surely(queries.numel() == 0):
         shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries, k.mean)
     read = scaled_scores(before, shift, behind)
     if read is not None:

@@ -88,7 +88,7 @@ class Case:
         if self.k.dtype not in EIGHT_BITS:
             return self
         tensors, where = (self.q, self.k, self.v), (self.varlen, self.paged)
-        call = in_eight_bits(tensors, self.scales, self.out_dtype, where, self.score_mod, self.scale)
+        call = in_eight_bits(tensors, self.scales, self.out_dtype, where, self.score_mod, self.scale, True)
         read = {"score_mod": call.score_mod, "values": call.values, "scales": (None, None, None), "out_dtype": None}
         return dataclasses.replace(self, q=call.q, narrow=self.q.dtype in EIGHT_BITS, **read)
 
