@@ -8,14 +8,18 @@ in each row of scores, which the softmax does not see (Zhang et al. 2024, SageAt
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import errors
+from .backends.fused.running.quantise import Rounded, rounded, target_of
 from .call.autograd import without_autocast
-from .call.eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for
+from .call.eight_bits import EIGHT_BITS, MANTISSAS, Quantized, Rounding, narrowed, scale_for
+from .dispatch.transforms import active as transforms_active
+from .graph.dynamo import dispatch_modes, function_modes
 
 Kind = Literal["head", "block", "token"]
 
@@ -49,8 +53,13 @@ def quantize(
     hadamard: q and k are rotated together, in blocks of channels as large as the power of two that divides D: 32 of 96.
     center: k's mean over its rows is taken from it. Scores get it back before the score mod, as one number a query, so
         every mod, LSE and sinks are right.
-    power_of_two: scales are powers of two, so that `dequantised` is exact in 16 bits; up to one bit of range is lost.
+    power_of_two: scales are powers of two. False: 1, 1.25, 1.5 or 1.75 times one, by which of these the numbers that
+        share the scale are rounded best. `dequantised` is exact in 16 bits by either.
     dtype: float8_e4m3fn, or float8_e5m2, which has a bit less and needs no scale for its range.
+
+    One kernel computes it on GPUs whose kernels ran, of 16-bit rows of whole 8 channels; a second one before it finds
+    the largest number where heads share a scale. PyTorch computes the same bits elsewhere, where a tensor learns, in
+    compiled code, of blocks below 16 rows or too many, and of scale="head" with power_of_two=False.
 
     Gradients of a call go straight through the rounding to q, k and v.
 
@@ -62,53 +71,98 @@ def quantize(
         raise errors.UnsupportedHeadDim(
             f"hadamard=True rotates pairs of channels at least, D is {q.shape[-1]}; pass hadamard=False"
         )
-    form = _Form(scale, block, power_of_two, dtype)
-    return without_autocast(q, _quantized, (q, k, v), form, hadamard, center)
+    how = Rounding(scale, block, hadamard, center, power_of_two, dtype)
+    return without_autocast(q, _quantized, (q, k, v), how)
 
 
-class _Form(NamedTuple):
-    """What tensors are rounded to."""
-
-    kind: Kind
-    block: int
-    power_of_two: bool
-    dtype: torch.dtype
-
-    def of(self, given: torch.Tensor, x: torch.Tensor) -> Quantized:
-        """`x`, which was made of `given`."""
-        learns, x_here = torch.is_grad_enabled() and given.requires_grad, x.detach()
-        scale = of_rows = self.scales(x_here)
-        if self.kind == "block":
-            of_rows = scale.repeat_interleave(self.block, 2)[:, :, : x.shape[2]]
-        if self.kind == "head" and x.ndim == 3:
-            scale = scale.transpose(0, 1).unsqueeze(0)  # (1, H, 1, 1), which can mean nothing but heads
-        data = narrowed(x_here / of_rows, self.dtype)
-        return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype)
-
-    def scales(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1)."""
-        largest = x.abs().amax(-1, keepdim=True)
-        if self.kind == "head":
-            largest = largest.amax(-2 if x.ndim == 4 else 0, keepdim=True)
-        if self.kind == "block":
-            rows = torch.nn.functional.pad(largest, (0, 0, 0, -x.shape[2] % self.block))
-            largest = rows.unflatten(2, (-1, self.block)).amax(3)
-        return scale_for(largest, self.dtype, self.power_of_two)
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _quantized(
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], form: _Form, hadamard: bool, center: bool
-) -> QuantizedInputs:
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in given)
-    if hadamard:
-        q, k = _rotated(q), _rotated(k)
+def _quantized(given: Tensors, how: Rounding) -> QuantizedInputs:
     mean = None
-    if center:
-        mean = k.detach().mean(-2 if k.ndim == 4 else 0, keepdim=True)
+    if how.center:
+        k = given[1]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        mean = k.detach().mean(-2 if k.ndim == 4 else 0, keepdim=True, dtype=wide)
+    if not _is_followed(given):
+        q, k, v = (_by_head(x) for x in given)
+        target = target_of((q, k, v), how)
+        if target is not None:
+            found = rounded((q, k, v), None if mean is None else _by_head(mean), how, target)
+            return _of_kernels(given, how, found)
+    return _of_torch(given, mean, how)
+
+
+def _is_followed(given: Tensors) -> bool:
+    """Whether torch has to see each operation, as it compiles, differentiates or writes down what is done."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if torch.compiler.is_compiling() or learns or transforms_active():
+        return True
+    return bool(function_modes() or dispatch_modes()) or any(isinstance(x, FakeTensor) for x in given)
+
+
+def _of_kernels(given: Tensors, how: Rounding, found: Rounded) -> QuantizedInputs:
+    """What the kernels have written, in the shapes of the call."""
+
+    def packed_again(x: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        return written if x.ndim == 4 else written[0].transpose(0, 1)
+
+    made = [
+        Quantized(packed_again(x, data), scale if how.scale == "head" else packed_again(x, scale), dtype=x.dtype)
+        for x, data, scale in zip(given, found.data, found.scales, strict=True)
+    ]
+    return QuantizedInputs(made[0], made[1]._replace(mean=found.mean), made[2])
+
+
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) of packed rows (total, H, D), which are one sequence then."""
+    return x if x.ndim == 4 else x.transpose(0, 1).unsqueeze(0)
+
+
+def _of_torch(given: Tensors, mean: torch.Tensor | None, how: Rounding) -> QuantizedInputs:
+    """What the kernels compute, bit for bit, by operations of torch."""
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in given)
+    if mean is not None:
         k = k - mean
-        mean = mean if k.ndim == 4 else mean.transpose(0, 1).unsqueeze(0)
-    of_q, of_k, of_v = (form.of(*each) for each in zip(given, (q, k, v), strict=True))
-    return QuantizedInputs(of_q, of_k._replace(mean=mean), of_v)
+    if how.hadamard:
+        signs = signs_of(q.shape[-1], q.device)
+        q, k = rotated(q, signs), rotated(k, signs)
+        mean = None if mean is None else rotated(mean, signs)
+    of_q, of_k, of_v = (_narrow(each, x, how) for each, x in zip(given, (q, k, v), strict=True))
+    return QuantizedInputs(of_q, of_k._replace(mean=None if mean is None else _by_head(mean)), of_v)
+
+
+def _narrow(given: torch.Tensor, x: torch.Tensor, how: Rounding) -> Quantized:
+    """`x`, which was made of `given`, in 8 bits."""
+    learns, x_here = torch.is_grad_enabled() and given.requires_grad, x.detach()
+    scale = of_rows = _scales(x_here, how)
+    if how.scale == "block":
+        of_rows = scale.repeat_interleave(how.block, 2)[:, :, : x.shape[2]]
+    if how.scale == "head":
+        scale = _by_head(scale)  # (1, H, 1, 1) of packed rows, which can mean nothing but heads
+    data = narrowed(x_here * of_rows.reciprocal(), how.dtype)
+    return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype)
+
+
+def _scales(x: torch.Tensor, how: Rounding) -> torch.Tensor:
+    """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1)."""
+    largest = _together(torch.amax, x.abs(), how)
+    if how.power_of_two:
+        return scale_for(largest, how.dtype)
+    errors = [_together(torch.sum, rounding_error(x, m, how.dtype) ** 2, how) for m in MANTISSAS]
+    mantissa = MANTISSAS[0] + torch.stack(errors).argmin(0).float() / len(MANTISSAS)
+    return scale_for(largest * mantissa.reciprocal(), how.dtype) * mantissa
+
+
+def _together(fold: Callable[..., torch.Tensor], x: torch.Tensor, how: Rounding) -> torch.Tensor:
+    """`fold` of the numbers that share a scale, in the shape of `_scales`."""
+    of_rows = fold(x, -1, keepdim=True)
+    if how.scale == "head":
+        return fold(of_rows, -2 if x.ndim == 4 else 0, keepdim=True)
+    if how.scale == "block":
+        rows = torch.nn.functional.pad(of_rows, (0, 0, 0, -x.shape[2] % how.block))
+        return fold(rows.unflatten(2, (-1, how.block)), 3)
+    return of_rows
 
 
 def _check(tensors: dict[str, torch.Tensor], scale: str, block: int, dtype: torch.dtype) -> None:
@@ -131,13 +185,39 @@ def _check(tensors: dict[str, torch.Tensor], scale: str, block: int, dtype: torc
         raise errors.UnsupportedDType(f"dtype is {dtype}; it must be one of {', '.join(map(str, EIGHT_BITS))}")
 
 
-def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """`x` times an orthogonal matrix along its last dimension: signs, then Hadamard's, in blocks of a power of two."""
-    size = x.shape[-1] & -x.shape[-1]
-    matrix = torch.ones(1, 1, dtype=x.dtype, device=x.device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    # signs of a bent function: what all channels share is spread too, where Hadamard's matrix alone has it in one
-    signs = [1 - 2 * (bin(i & i >> 1 & 0x5555).count("1") % 2) for i in range(size)]
-    matrix = torch.tensor(signs, dtype=x.dtype, device=x.device)[:, None] * matrix / math.sqrt(size)
-    return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+def rounding_error(x: torch.Tensor, mantissa: float, dtype: torch.dtype) -> torch.Tensor:
+    """What rounding to `dtype` at this scale, times any power of two, adds to each number that is no subnormal one."""
+    scaled = x * (1 / mantissa)
+    above = scaled * (torch.finfo(dtype).eps / torch.finfo(x.dtype).eps)  # so large that a sum keeps the digits wanted
+    return ((scaled + above - above) - scaled) * mantissa
+
+
+def rotation_size(head_dim: int) -> int:
+    """How many channels are rotated together: the largest power of two that divides their number."""
+    return head_dim & -head_dim
+
+
+def signs_of(head_dim: int, device: torch.device) -> torch.Tensor:
+    """Signs of the channels that are rotated together: those of a bent function, one of each two bits' product.
+
+    What all channels share is spread by them too, where Hadamard's matrix alone has it in one.
+    """
+    i = torch.arange(rotation_size(head_dim), device=device)
+    odd = i & i >> 1 & 0x5555
+    for bits in (8, 4, 2, 1):
+        odd = odd ^ odd >> bits
+    return 1 - 2 * (odd & 1)
+
+
+def rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """`x` times an orthogonal matrix along its last dimension: signs, then Hadamard's, in blocks of a power of two.
+
+    Sums and differences of channels 1, 2, 4, ... apart, in this order on every device, so that bits are equal.
+    """
+    size, distance = signs.numel(), 1
+    x = (x.unflatten(-1, (-1, size)) * signs).flatten(-2)
+    while distance < size:
+        a, b = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        distance *= 2
+    return x * size**-0.5

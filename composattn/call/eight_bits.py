@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -10,6 +10,19 @@ from .. import errors
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The types of quantised tensors."""
+MANTISSAS = (1.0, 1.25, 1.5, 1.75)
+"""Of scales that are no powers of two: with four bits of a number, the seven of a product fit into 16-bit types."""
+
+
+class Rounding(NamedTuple):
+    """How q, k and v become 8-bit ones; see `ca.quantize`, whose arguments these are."""
+
+    scale: Literal["head", "block", "token"]
+    block: int
+    hadamard: bool
+    center: bool
+    power_of_two: bool
+    dtype: torch.dtype
 
 
 class Quantized(NamedTuple):
@@ -66,12 +79,14 @@ def refuse_narrow_gradient(name: str, t: torch.Tensor) -> None:
         )
 
 
-def scale_for(largest: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-    """fp32: what numbers up to `largest` are divided by to fit into `dtype`; 1 where all are 0."""
-    least = largest.float() / torch.finfo(dtype).max
-    if power_of_two:
-        mantissa, exponent = torch.frexp(least)  # of [0.5, 1): a power of two itself has 0.5
-        least = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).to(exponent.dtype))
+def scale_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32: the least power of two that numbers up to `largest` are divided by to fit into `dtype`; 1 where all are 0.
+
+    At least 2^-126, which 1 is divided by.
+    """
+    mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)  # mantissas of [0.5, 1): a power of two itself has 0.5
+    least = (exponent.clamp_min(-126) + 127 << 23).view(torch.float32)  # as bits: ldexp is inexact on some devices
     return torch.where(largest == 0, 1.0, least)
 
 

@@ -319,7 +319,7 @@ def _held_by(cache: torch.Tensor | Quantized, rows: torch.Tensor) -> list[tuple[
     if scale is None:
         return [(data, narrowed(rows.float(), data.dtype))]
     if scale.ndim > 1:
-        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype, power_of_two=True)
+        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype)
         return [(data, narrowed(rows.float() / own, data.dtype)), (scale, own if scale.ndim == 4 else own.squeeze(-1))]
     return [(data, narrowed(rows.float() / scale.float().view(-1, 1), data.dtype))]
 

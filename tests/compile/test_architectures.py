@@ -61,6 +61,8 @@ def test_kernels_for_several_architectures_are_made_and_emulated_in_one_process(
 
 
 def test_each_architecture_has_a_kernel_for_every_step_that_plans_name() -> None:
-    steps = {"forward", "combine", "backward", "preprocess", "postprocess", "backward_gather", "strip_join"}
+    steps = {
+        "forward", "combine", "backward", "preprocess", "postprocess", "backward_gather", "strip_join", "quantise"
+    }  # fmt: skip
     for architecture in ARCHITECTURES.values():
         assert steps <= set(architecture.kernels())

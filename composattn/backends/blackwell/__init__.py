@@ -15,6 +15,7 @@ from .tiling import forward_tiling
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
     from ..fused.kernels.around.preprocess import Preprocess
+    from ..fused.kernels.around.quantise import Quantise
     from ..fused.kernels.around.strip_join import StripJoin
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
@@ -35,6 +36,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward_wide_pair": BlackwellBackwardWidePair,
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,
+        "quantise": Quantise,
         "strip_join": StripJoin,
     }
 

@@ -15,6 +15,7 @@ from .forward_choice import forward_tiling, forward_words
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
     from ..fused.kernels.around.preprocess import Preprocess
+    from ..fused.kernels.around.quantise import Quantise
     from ..fused.kernels.around.strip_join import StripJoin
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
@@ -37,6 +38,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward_pair": HopperBackwardPair,
         "postprocess": HopperPostprocess,
         "backward_gather": HopperGather,
+        "quantise": Quantise,
         "strip_join": StripJoin,
     }
 

@@ -20,6 +20,7 @@ from ....graph.expr import DType
 from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan, StripJoinPlan
+from .plan_quantise import QuantisePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +221,48 @@ class PostprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             query_tiles=_work(plan),
             sinks=_sinks(plan),
+        )
+
+
+class QuantisedTensor(NamedTuple):
+    """One of q, k and v in the kernels of `ca.quantize`."""
+
+    given: Any  # (B, H, S, D), 16 bits
+    largest: Any  # (B, H, 1) int32: bits of the largest number of each head, which is never below 0
+    data: Any  # (B, H, S, D), as bytes
+    scale: Any  # (B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1) fp32
+
+    @staticmethod
+    def of(plan: QuantisePlan, name: str, head_dim: int) -> QuantisedTensor:
+        rows = ("batch", f"{name}_heads", f"{name}_rows")
+        scales = ("batch", f"{name}_heads", f"{name}_rows" if plan.scale == "token" else f"{name}_scales")
+        writes = not plan.finds_largest
+        return QuantisedTensor(
+            given=TensorForm(plan.dtype, (*rows, head_dim), 8, align=16),
+            largest=TensorForm(torch.int32, (*rows[:2], 1), 1) if plan.scale == "head" else None,
+            data=TensorForm(torch.uint8, (*rows, head_dim), 8, align=8) if writes else None,
+            scale=TensorForm(torch.float32, (*scales, 1), 1) if writes else None,
+        )
+
+
+class QuantiseArguments(NamedTuple):
+    """Arguments of the kernels of `ca.quantize`."""
+
+    q: Any  # `QuantisedTensor`, as are k and v
+    k: Any
+    v: Any
+    mean: Any  # (B, Hkv, 1, D) fp32, taken from k
+    turned_mean: Any  # likewise, rotated as k is
+
+    @staticmethod
+    def of(plan: QuantisePlan) -> QuantiseArguments:
+        mean = TensorForm(torch.float32, ("batch", "k_heads", 1, plan.head_dim), 4, align=16)
+        return QuantiseArguments(
+            q=QuantisedTensor.of(plan, "q", plan.head_dim),
+            k=QuantisedTensor.of(plan, "k", plan.head_dim),
+            v=QuantisedTensor.of(plan, "v", plan.head_dim_v),
+            mean=mean if plan.center else None,
+            turned_mean=mean if plan.center and plan.hadamard and not plan.finds_largest else None,
         )
 
 

@@ -1,0 +1,63 @@
+"""The kernels of `ca.quantize`: which rows share a scale, and which threads have them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import torch
+
+from .plan import Plan
+
+MOST_THREADS = 512  # of a block, with up to 128 registers each; 99 are in use
+NUMBERS = 32  # of a row or several, in a thread's registers: all that it quantises, from the first look to the last
+MOST_CHANNELS = 512  # a row's lanes are of one warp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantisePlan(Plan):
+    """Rows of q, k and v to `to`, 8 bits, by a scale of each "head", each "block" of `rows`, or each row, a "token".
+
+    `finds_largest`: only the largest number of each head is found, which a second kernel reads. `hadamard`: q and k are
+    rotated. `center`: a mean is taken from k. `power_of_two`: what scales are.
+    """
+
+    step = "quantise"
+    head_dim: int
+    to: torch.dtype
+    scale: Literal["head", "block", "token"]
+    rows: int  # of a block of threads
+    hadamard: bool
+    center: bool
+    power_of_two: bool
+    finds_largest: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, which have `NUMBERS` each."""
+        channels = max(RowLanes.of(d).channels for d in (self.head_dim, self.head_dim_v))
+        return max(64, self.rows * channels // NUMBERS)
+
+
+class RowLanes(NamedTuple):
+    """The neighbouring lanes that have a row, `elements` side by side each; the last of them may have none."""
+
+    lanes: int
+    elements: int
+
+    @property
+    def channels(self) -> int:
+        """Channels that they have room for."""
+        return self.lanes * self.elements
+
+    @staticmethod
+    def of(head_dim: int) -> RowLanes:
+        elements = 8 if head_dim % 16 else 16
+        return RowLanes(1 << (-(-head_dim // elements) - 1).bit_length(), elements)
+
+
+def rows_at_once(head_dim: int, head_dim_v: int) -> int:
+    """The most rows, a power of two, that fit into the registers of a block; 0 where there is no kernel."""
+    if head_dim % 8 or head_dim_v % 8 or max(head_dim, head_dim_v) > MOST_CHANNELS:
+        return 0
+    return MOST_THREADS * NUMBERS // max(RowLanes.of(d).channels for d in (head_dim, head_dim_v))
