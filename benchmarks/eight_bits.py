@@ -6,8 +6,9 @@ Draws: "outliers", N(0, 1) + N(0, 100)·Bernoulli(0.001), that of FlashAttention
 a first key that has 0.99 of each row; "deviation 6", scores that deviate by 6; "mean 1", V of mean 1; "shared
 channels", keys that share a vector of N(0, 16).
 The error is the root mean square of out - exact. P of "and P" is rounded to e4m3 too, as a kernel with products of 8
-bits has it, with its largest at 2^8. "sums" are those of P·V, V of mean 1, in the 14 bits that Hopper's unit keeps:
-relative error by keys, with sums moved to fp32 every 128 keys ("promoted") or never.
+bits has it, with its largest at 2^8. "best of 4": `power_of_two=False`, the best of four scales. "q alone" and so on:
+one of q, k, v and P has 8 bits, per head with Hadamard. "sums" are those of P·V, V of mean 1, in the 14 bits that
+Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 keys ("promoted") or never.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.accuracy import DRAWS, deviation  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import Row, save  # noqa: E402
 from composattn.emulator.opcodes.operands import cut_sums  # noqa: E402
+from composattn.quantising import rotated, signs_of  # noqa: E402
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HEADS, ROWS, DIM = 1, 256, 128
@@ -41,7 +43,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "per head, Hadamard, centered": {},
     "per block of 64, Hadamard, centered": {"scale": "block"},
     "per row, Hadamard, centered": {"scale": "token"},
-    "per head, Hadamard, centered, any scale": {"power_of_two": False},
+    "per head, Hadamard, centered, best of 4": {"power_of_two": False},
+    "per block of 64, Hadamard, centered, best of 4": {"scale": "block", "power_of_two": False},
+    "per row, Hadamard, centered, best of 4": {"scale": "token", "power_of_two": False},
     "per head, Hadamard, centered, e5m2": {"dtype": torch.float8_e5m2},
 }
 
@@ -69,12 +73,28 @@ def rounded_p(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return p.float().to(torch.float8_e4m3fn).double() @ v / p.sum(-1, keepdim=True)
 
 
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs where one of q, k, v and P has 8 bits, and the others fp64."""
+    wide = {"q": q.double(), "k": k.double(), "v": v.double()}
+    signs = signs_of(DIM, q.device)
+    wide |= {name: rotated(wide[name], signs) for name in ("q", "k")}
+    made = ca.quantize(q, k, v, center=False)
+    narrow = {name: of.dequantised(torch.float64) for name, of in zip("qkv", made, strict=True)}
+    found = {name: attended(**{**wide, name: narrow[name]}) for name in "qkv"}
+    return {**found, "P": rounded_p(**wide)}
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q·k)·v as it is, in fp64."""
+    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
+
+
 def errors(name: str, keys: int, seeds: int) -> list[Row]:
     """A row for each way to quantise; beside it 16-bit q with k and v of 8 bits, and attention in bf16."""
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         given = drawn(name, keys, seed)
-        exact = torch.softmax(given[0].double() @ given[1].double().mT * DIM**-0.5, -1) @ given[2].double()
+        exact = attended(*(x.double() for x in given))
 
         def keep(way: str, out: torch.Tensor, exact: torch.Tensor = exact) -> None:
             found.setdefault(way, []).append(deviation(out, exact))
@@ -87,6 +107,8 @@ def errors(name: str, keys: int, seeds: int) -> list[Row]:
             keep(f"{way}, and P", rounded_p(q, k, v))  # k's mean stays out: the softmax does not see it
             if not how.get("hadamard", True):
                 keep(f"{way}, q of 16 bits", ca.attention(given[0], *made[1:]))
+        for part, out in alone(*given).items():
+            keep(f"{part} alone", out)
         keep("size", torch.zeros_like(exact))
     return [
         {
@@ -123,7 +145,8 @@ def tables(rows: list[Row]) -> tuple[str, str]:
         by_row.setdefault(row["row"], {})[row["impl"]] = row.get("rmse", row.get("relative"))
     draws = {name.split(" keys ")[1]: of for name, of in by_row.items() if not name.startswith("sums")}
     sums = {name.removeprefix("sums of ").split(",")[0]: of for name, of in by_row.items() if name.startswith("sums")}
-    ways = ["size", "bf16", *(way for way in WAYS), "per head, q of 16 bits", "per head, Hadamard, centered, and P"]
+    ways = ["size", "bf16", *WAYS, "per head, q of 16 bits", "per head, Hadamard, centered, and P"]
+    ways += ["per row, Hadamard, centered, best of 4, and P", *(f"{part} alone" for part in "qkvP")]
     first = ["| | " + " | ".join(draws) + " |", "|---|" + "---|" * len(draws)]
     first += [f"| {way} | " + " | ".join(f"{of[way]:.1e}" for of in draws.values()) + " |" for way in ways]
     ways = list(next(iter(sums.values())))
