@@ -27,6 +27,7 @@ from ..analysis.derived import refresh, values
 from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
+from ..call.eight_bits import EIGHT_BITS
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
@@ -142,7 +143,7 @@ class Streaming:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse, top = (q.new_full(q.shape[:-1], -math.inf) for _ in range(2))
         for step in self.steps(form.parts, q, k, captured):
-            here, v_here = [step.queries(x) for x in (out, lse, top)], _values(self, step, v)
+            here, v_here = [step.queries(x) for x in (out, lse, top)], step.keys(v)
             visited = []
             memory = q.new_empty(math.prod(step.shape) * step.q_tile * step.kv_tile)
             for rows in step.query_tiles:
@@ -180,13 +181,13 @@ class Streaming:
         delta = (dout * out).sum(-1)
         delta = delta if dlse is None else delta - form.statistics(dlse).unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (torch.zeros_like(x, dtype=q.dtype) for x in (q, k, v))
         asked = {id(t): t for t, w in zip(self.captures, wanted[3:], strict=True) if w and t.is_floating_point()}
         totals = {key: total_for(t, q.dtype, q.device) for key, t in asked.items()}
         slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in asked]
         for step, visited in zip(self.steps(form.parts, q, k, captured), self.visited, strict=True):
             dq_here, dk_here, dv_here = step.queries(dq), step.keys(dk), step.keys(dv)
-            k_here, v_here = step.keys(k), _values(self, step, v)
+            k_here, v_here = step.keys(k), step.keys(v)
             for rows, tiles in zip(step.query_tiles, visited, strict=True):
                 q_tile, do_tile, lse_tile, delta_tile = (step.queries(x)[:, :, :, rows] for x in (q, dout, lse, delta))
                 if self.sink is not None:
@@ -195,11 +196,11 @@ class Streaming:
                 dq_tile = torch.zeros_like(q_tile)
                 for tile in tiles:
                     columns = tile.columns
-                    dp = do_tile @ v_here[:, :, columns].mT
+                    dp = do_tile @ _values(self, step, v_here, columns).mT
                     p, ds = _backward_tile(self, step, tile, q_tile, dp, lse_tile, delta_tile, slopes, totals)
                     dv_here[:, :, columns].add_(p.mT @ do_tile)
                     dk_here[:, :, columns].add_(ds.mT @ q_tile)
-                    dq_tile = dq_tile + ds @ k_here[:, :, columns]
+                    dq_tile = dq_tile + ds @ k_here[:, :, columns].to(ds.dtype)
                 dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
         dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
         grads = [
@@ -240,7 +241,7 @@ def _forward_rows(call: Streaming, step: TileStep, rows: slice, v: torch.Tensor,
             sums.masked_fill_(unseen, 0.0)
         if call.keep is not None:
             p = p * _kept(call.keep, step, tile)
-        of_tile = _stack(p) @ v[:, :, tile.columns]
+        of_tile = _stack(p) @ _values(call, step, v, tile.columns)
         if len(visited) == 1:
             out, top, total = of_tile, highest, sums
         else:
@@ -335,14 +336,13 @@ def _kept(keep: Expr, step: TileStep, tile: Tile) -> torch.Tensor:
     return step.evaluate([keep], tile)[0].to(step.q.dtype) * factor_of(keep)
 
 
-def _values(call: Streaming, step: TileStep, v: torch.Tensor) -> torch.Tensor:
-    """V of the step's keys; of 8 bits times its scales. Nothing flows back to it then."""
-    found = step.keys(v)
+def _values(call: Streaming, step: TileStep, v: torch.Tensor, columns: slice) -> torch.Tensor:
+    """V of a tile, of the step's `v`; of 8 bits times its scales. Nothing flows back to it then."""
+    found = v[:, :, columns].to(step.q.dtype)
     if call.values is None:
         return found
-    keys, channels = found.shape[2:]
     index = {name: step.index[name][:, :, 0] for name in ("b", "h")}  # any query head of the group
-    at = {"kv": step.arange(slice(0, keys), -1, 1), "d": step.arange(slice(0, channels), -1)}
+    at = {"kv": step.arange(columns, -1, 1), "d": step.arange(slice(0, v.shape[-1]), -1)}
     return found * evaluate(call.values, step.env({**index, **at})).to(found.dtype)
 
 
@@ -353,13 +353,16 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
 
 def _scores(q_tile: torch.Tensor, step: TileStep, tile: Tile, memory: torch.Tensor | None = None) -> torch.Tensor:
     """scale·q·kᵀ of a tile, (b, kv head, group, rows, columns), written to `memory` where given."""
-    keys, shape = step.k[:, :, tile.columns].mT, (*q_tile.shape[:-1], tile.columns.stop - tile.columns.start)
+    keys, shape = (
+        step.k[:, :, tile.columns].to(q_tile.dtype).mT,
+        (*q_tile.shape[:-1], tile.columns.stop - tile.columns.start),
+    )
     given = None if memory is None else memory[: math.prod(shape)].view(shape)
     return torch.matmul(q_tile, keys, out=given).unflatten(2, (step.shape[2], -1))
 
 
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In the working precision, contiguous, q as (B, Hkv, group, Sq, D)."""
+    """In the working precision, contiguous, q as (B, Hkv, group, Sq, D); k and v of 8 bits stay as they are."""
     working = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (x.to(working).contiguous() for x in (q, k, v))
+    q, k, v = ((x if x.dtype in EIGHT_BITS else x.to(working)).contiguous() for x in (q, k, v))
     return q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])), k, v
