@@ -176,6 +176,8 @@ class Paged:
         for cache, new in ((k_cache, k), (v_cache, v)):
             rows = new.transpose(1, 2) if heads_first else new
             for part, held in _held_by(cache, rows):
+                if part.dtype.itemsize == 1:  # float8_e8m0fnu has no writes by index
+                    part, held = part.view(torch.uint8), held.view(torch.uint8)
                 part.transpose(1, 2)[page, position % self.page_size] = held
         return dataclasses.replace(self, seqused=(self.seqused + count).to(torch.int32))
 
@@ -319,8 +321,13 @@ def _held_by(cache: torch.Tensor | Quantized, rows: torch.Tensor) -> list[tuple[
     if scale is None:
         return [(data, narrowed(rows.float(), data.dtype))]
     if scale.ndim > 1:
-        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype)
-        return [(data, narrowed(rows.float() / own, data.dtype)), (scale, own if scale.ndim == 4 else own.squeeze(-1))]
+        held = torch.finfo(scale.dtype)
+        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype).clamp(held.smallest_normal, held.max)
+        own = own.to(scale.dtype)  # rows are divided by what is kept of it
+        return [
+            (data, narrowed(rows.float() / own.float(), data.dtype)),
+            (scale, own if scale.ndim == 4 else own.squeeze(-1)),
+        ]
     return [(data, narrowed(rows.float() / scale.float().view(-1, 1), data.dtype))]
 
 

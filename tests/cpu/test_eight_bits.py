@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn import errors
+from composattn.analysis.program import Program
+from composattn.backends.streaming import DerivedMods, Streaming
 from composattn.call import quantized
 from composattn.call.eight_bits import MANTISSAS
+from composattn.call.scales import rows_of, scaled_values
 from composattn.mods import alibi, causal, sliding_window, softcap
 from composattn.parallel import context
 from composattn.parallel.shard import refuse_eight_bits
@@ -174,6 +178,29 @@ def test_pages_of_8_bits_grow_with_scales_of_their_rows() -> None:
     assert_same(found, exact(q, one.k.dequantised(torch.float64), one.v.dequantised(torch.float64)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+def test_rows_that_grow_leave_what_their_pages_had(dtype: torch.dtype) -> None:
+    """Each append is larger than the last, begins within a page and ends within one; packed, of other lengths."""
+    page, begins = 16, torch.tensor([0, 3, 3, 24], dtype=torch.int32)
+    table = torch.tensor([[7, 0, 4], [1, 1, 1], [2, 6, 5]], dtype=torch.int32)
+    caches = [ca.Quantized(torch.zeros(8, H, page, D).to(E4M3), torch.ones(8, H, page).to(dtype)) for _ in range(2)]
+    paged, held = ca.Paged(table, page, torch.zeros(3, dtype=torch.int32)), [[], [], []]  # type: ignore[var-annotated]
+    for step in range(2):
+        k, v = (10.0**step * drawn(24, H, D, seed=n) for n in (2 * step, 2 * step + 1))
+        paged = paged.append(*caches, k, v, varlen=ca.Varlen(begins))
+        for b, rows in enumerate(held):
+            rows.append((k[begins[b] : begins[b + 1]], v[begins[b] : begins[b + 1]]))
+    assert paged.seqused.tolist() == [6, 0, 42]
+    for b, rows in enumerate(held):
+        for cache, parts in zip(caches, zip(*rows, strict=True), strict=True):
+            wanted = torch.cat(parts).transpose(0, 1)
+            lie = (cache.data.float() * cache.scale.float().unsqueeze(-1))[table[b].long()]
+            found = lie.transpose(0, 1).flatten(1, 2)[:, : len(wanted[0])]
+            assert ((found - wanted).abs() <= 2**-4 * wanted.abs() + 2**-16 * wanted.abs().amax(-1, keepdim=True)).all()
+    q = drawn(3, HQ, 1, D, dtype=torch.bfloat16)
+    assert ca.attention(q, *caches, paged=paged).isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.25), torch.tensor([0.25, 0.5])], ids=["1", "number", "heads"])
 def test_pages_of_8_bits_grow_by_the_scale_that_they_have(scale: torch.Tensor | None) -> None:
     cache = ca.Quantized(torch.zeros(2, H, 16, D).to(E4M3), scale)
@@ -185,6 +212,31 @@ def test_pages_of_8_bits_grow_by_the_scale_that_they_have(scale: torch.Tensor | 
     of_heads = torch.ones(1) if scale is None else scale.view(-1, 1)
     rows = torch.cat((cache.data[1].float(), cache.data[0].float()), 1)[:, :20]
     torch.testing.assert_close(rows, (k[0] / of_heads.unsqueeze(-1)).clamp(-448, 448).to(E4M3).float(), rtol=0, atol=0)
+
+
+def test_streaming_makes_tiles_wide_and_never_all_keys() -> None:
+    keys = 8192
+    q = drawn(1, 1, 300, 64, dtype=torch.bfloat16)
+    k, v = (bytes_of(1, 1, keys, 64, seed=n) for n in (1, 2))
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+                self.numbers = max(self.numbers, found.numel())
+            return found
+
+    call = Streaming(
+        DerivedMods(Program(values=scaled_values(rows_of(q, k, v, None, None)[2], scales(1, 1)).expr), 0.125)
+    )
+    with Largest() as seen:
+        out = call.forward(q, k, v, call.captures)[0]
+    assert 0 < seen.numbers <= keys * 64 // 4
+    torch.testing.assert_close(
+        out.double(), exact(q, k, v.double() * float(scales(1, 1)), scale=0.125)[0], rtol=1e-4, atol=1e-4
+    )
 
 
 # --- ca.quantize -------------------------------------------------------------------------------------------------
