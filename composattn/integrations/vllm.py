@@ -10,7 +10,8 @@ backend alone, whose name has to be taken; `register` does this, in the processe
     integration.register("CPU_ATTN")
     llm = vllm.LLM(MODEL)
 
-Decoders; keys and values in 16 bits (on a CPU in 32, too), of 16 to 256 tokens per block. Tested with vLLM 0.32.
+Decoders; keys and values in 16 bits (on a CPU in 32, too) or in 8, times a layer's scales, of 16 to 256 tokens per
+block. Tested with vLLM 0.32; caches in 8 bits with stand-ins for vLLM's classes alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..api import Attention
+from ..call.eight_bits import Quantized, narrowed
 from ..call.schedule import Schedule
 from ..call.sequences import Paged, Varlen
 from ..errors import MissingDependency, UnsupportedOption
@@ -48,6 +50,8 @@ except ImportError as missing:
 TAKEN = "COMPOSATTN_VLLM_BACKEND"  # the environment says the name to the processes that vLLM starts
 BLOCK_SIZES = [16, 32, 64, 128, 256]
 WIDEST = 512
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""What bytes of a cache are, by the name that vLLM has for its type."""
 
 
 def register(name: str = "CUSTOM") -> None:
@@ -67,7 +71,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:
@@ -104,6 +108,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
         return True
 
 
@@ -173,7 +181,7 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
     ) -> None:
         """sliding_window: tokens that a query sees, itself one of them. sinks: (num_heads,).
 
-        Raises: `UnsupportedOption` for encoders and for keys in 8 bits.
+        Raises: `UnsupportedOption` for encoders and for other caches.
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedOption(
@@ -184,6 +192,7 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
             raise UnsupportedOption(f"kv_cache_dtype {kv_cache_dtype!r}; composattn's backend in vLLM has {known}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.dtype_of_bytes = EIGHT_BITS.get(kv_cache_dtype)
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.cap, self.slopes, self.sinks = sliding_window, logits_soft_cap, alibi_slopes, sinks
         self.planned: dict[bool, Attention] = {}
@@ -202,17 +211,25 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
     ) -> torch.Tensor:
         """`output` (tokens, heads, D), written. query alike; kv_cache (blocks, Hkv, block, 2 D), keys before values.
 
-        layer: its scales are of caches in 8 bits, which are refused. key, value: in the cache by now.
+        layer: keys and values in 8 bits are those of the cache times its `_k_scale` and `_v_scale`, one number or
+            (Hkv,). key, value: in the cache by now.
 
-        Raises: `UnsupportedOption` for an output in fewer bits, and what `ca.Attention` raises.
+        Raises: `UnsupportedOption` for an output in fewer bits and for 8 bits without scales, and what `ca.Attention`
+        raises.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedOption("outputs in 8 bits; vLLM must quantize them itself")
         if attn_metadata is None:  # vLLM looks how much memory a step takes
             return output.fill_(0)
         attend = self.planned.get(attn_metadata.causal) or self._plan(attn_metadata.causal, query.device)
-        keys, values = kv_cache.split(self.head_size, -1)
+        keys: torch.Tensor | Quantized
+        values: torch.Tensor | Quantized
         rows = attn_metadata.tokens
+        if self.dtype_of_bytes is None:
+            keys, values = kv_cache.split(self.head_size, -1)
+        else:
+            both = kv_cache.view(self.dtype_of_bytes).split(self.head_size, -1)
+            keys, values = (Quantized(x, scale) for x, scale in zip(both, _scales(layer), strict=True))
         output[:rows] = attend(query[:rows], keys, values, varlen=attn_metadata.varlen, paged=attn_metadata.paged)
         return output
 
@@ -224,11 +241,20 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes keys and values (tokens, Hkv, D) to their slots; those of padding, -1, to block 0, nobody's."""
+        """Writes keys and values (tokens, Hkv, D) to their slots; those of padding, -1, to block 0, nobody's.
+
+        In 8 bits they are divided by the layer's scales; what is beyond the largest number becomes that. Raises:
+        `UnsupportedOption` for 8 bits without scales.
+        """
         slots = slot_mapping.clamp(min=0)
         block, row = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
-        new = torch.cat((key, value), -1)[: slots.shape[0]]
-        kv_cache.transpose(1, 2)[block, row] = new.to(kv_cache.dtype)
+        if self.dtype_of_bytes is None:
+            new = torch.cat((key, value), -1).to(kv_cache.dtype)
+        else:
+            both = zip((key, value), _scales(layer), strict=True)
+            divided = torch.cat([x.float() / scale.float().view(-1, 1) for x, scale in both], -1)
+            new, kv_cache = narrowed(divided, self.dtype_of_bytes).view(torch.uint8), kv_cache.view(torch.uint8)
+        kv_cache.transpose(1, 2)[block, row] = new[: slots.shape[0]]
 
     def _plan(self, is_causal: bool, device: torch.device) -> Attention:
         """The call of this layer: the last query of a sequence stands at its last key."""
@@ -248,3 +274,15 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
             schedule=Schedule(batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)),
         )
         return self.planned.setdefault(is_causal, made)
+
+
+def _scales(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """What keys and values in 8 bits are multiplied by. Raises: `UnsupportedOption`."""
+    found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    if not all(isinstance(scale, torch.Tensor) for scale in found):
+        raise UnsupportedOption(
+            "a cache in 8 bits of a layer without tensors _k_scale and _v_scale; give vLLM's Attention as the layer, "
+            'or kv_cache_dtype="auto"'
+        )
+    k_scale, v_scale = found
+    return k_scale, v_scale  # type: ignore[return-value]

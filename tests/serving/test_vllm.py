@@ -177,7 +177,8 @@ def test_what_vllm_asks_of_a_backend() -> None:
         "device_capability": None, "attn_type": AttentionType.DECODER, "has_sliding_window": True,
     }  # fmt: skip
     assert backend.validate_configuration(**asked) == []
-    for refused in ({"kv_cache_dtype": "fp8"}, {"use_mla": True}, {"head_size": 1024}, {"use_mm_prefix": True}):
+    assert backend.validate_configuration(**(asked | {"kv_cache_dtype": "fp8"})) == []
+    for refused in ({"kv_cache_dtype": "nvfp4"}, {"use_mla": True}, {"head_size": 1024}, {"use_mm_prefix": True}):
         assert backend.validate_configuration(**(asked | refused))
 
 
@@ -196,7 +197,7 @@ def test_the_plugin_is_found_and_takes_no_backend_of_vllms_own() -> None:
     ("options", "words"),
     [
         ({"attn_type": AttentionType.ENCODER_ONLY}, "for decoders"),
-        ({"kv_cache_dtype": "fp8"}, "'fp8'; composattn's backend in vLLM has auto"),
+        ({"kv_cache_dtype": "nvfp4"}, "'nvfp4'; composattn's backend in vLLM has auto"),
     ],
 )
 def test_a_layer_it_has_not_is_refused_by_name(options: dict[str, Any], words: str) -> None:
