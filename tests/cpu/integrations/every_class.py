@@ -20,8 +20,9 @@ from transformers.models.auto import modeling_auto
 
 import composattn.integrations.transformers as integration
 from composattn.errors import ComposattnError
+from tests.cpu.integrations.small_configurations import AT_ONCE, GEMMA4, LATENT, NARROW, PARTICULAR, SIZES, WORDS
 
-TOKENS, TARGETS, WORDS = 24, 10, 99  # per sequence, of a decoder with an encoder, in the vocabulary
+TOKENS, TARGETS = 24, 10  # per sequence, of a decoder with an encoder
 LARGEST = 30_000_000  # parameters
 SHARP = 12.0  # what weights of queries and keys are multiplied with, so that masks, scales and caps show
 # of the largest number: plain, all classes stay below 3e-6; sharp, eager itself is 9e-3 from fp64 (mT5), and what was
@@ -37,80 +38,14 @@ KINDS = {
 # classes whose layers have no attention with a softmax over keys: nothing to ask composattn for
 WITHOUT_ATTENTION = {"falcon_mamba", "fnet", "mamba", "mamba2", "rwkv", "xlstm"}
 
-# classes whose recurrent layers read what attention says of padding: 0 here and with sdpa, the mean of V in eager
-READ_PADDING = {"recurrent_gemma"}
+# classes that have no gradients in transformers 5.24: they write in place to what their backward reads
+WITHOUT_GRADIENTS = {"xlstm"}
 
-_WIDTHS = {
-    64: "hidden_size d_model n_embd dim embedding_size lru_width word_embed_proj_dim",
-    96: "hidden_dim intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size",
-    32: "moe_intermediate_size shared_expert_intermediate_size mamba_d_head q_lora_rank kv_lora_rank index_head_dim",
-    128: "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len mamba_d_ssm",
-    16: "head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim sliding_window local_attention "
-    "attention_chunk_size mamba_d_state linear_key_head_dim linear_value_head_dim",
-    8: "hidden_size_per_layer_input mamba_dt_rank index_topk",
-    WORDS: "vocab_size vocab_size_per_layer_input",
-}
-_COUNTS = {
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
-    "encoder_num_layers num_key_value_heads num_experts_per_tok type_vocab_size linear_num_key_heads mamba_expand "
-    "index_n_heads",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
-    "num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_d_conv linear_num_value_heads",
-    1: "n_group topk_group mamba_n_groups first_k_dense_replace bos_token_id decoder_start_token_id",
-    0: "pad_token_id pad_token_idx",
-}
-_RATES = (
-    "attention_dropout dropout hidden_dropout_prob attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop "
-    "activation_dropout hidden_dropout dropout_rate classifier_dropout layerdrop encoder_layerdrop decoder_layerdrop"
-)
-SIZES: dict[str, Any] = {
-    name: value for table in (_WIDTHS, _COUNTS) for value, names in table.items() for name in names.split()
-}
-SIZES |= dict.fromkeys(_RATES.split(), 0.0) | {"eos_token_id": 2, "use_mamba_kernels": False}
-# what names of fields alone don't make: fields of one configuration beside those of SIZES, by dotted names
-_LATENT = "kv_lora_rank"  # keys and values made of one vector per token, as many as queries
-PARTICULAR: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [0]},
-    "codegen": {"rotary_dim": 8},
-    "dbrx": {"attn_config.kv_n_heads": 2, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0}
-    | {"ffn_config.ffn_hidden_size": 32},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    | {"n_shared_experts": 1},
-    "dory": {"use_cache": False},
-    "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 3},
-    "esmc": {"head_dim": 16, "num_key_value_heads": 4},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {"layer_types": ["full_attention", "linear_attention"]},
-    "hrm_text": {"use_cache": False},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
-    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
-    "longcat_flash": {"num_layers": 1, "qk_head_dim": 32},
-    "luke": {"entity_vocab_size": 20},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "ministral": {"head_dim": 16},
-    "musicgen": {"num_codebooks": 1},
-    "musicgen_melody": {"num_codebooks": 1},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 1, "qk_channels": 32}
-    | {"v_channels": 64},
-    "recurrent_gemma": {"block_types": ["attention", "recurrent"], "attention_window_size": 16},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
-    "rwkv": {"attention_hidden_size": 64},
-    "t5gemma": {"decoder.cross_attention_hidden_size": 64},
-    "xmod": {"default_language": "en_XX"},
-}
-# configurations whose fields hang together so that they are made at once
-_GEMMA4 = {
-    "vocab_size": WORDS, "vocab_size_per_layer_input": WORDS, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32,
-    "sliding_window": 16, "max_position_embeddings": 128, "hidden_size_per_layer_input": 8, "pad_token_id": 0,
-    "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
-}  # fmt: skip
-AT_ONCE: dict[str, dict[str, Any]] = {"gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4}
+# classes whose vision tower is timm's, which is not installed here: text alone is asked for, so any stands for it
+SEEN_BY_TIMM = {"gemma3n"}
+
+# classes whose other layers read what attention says of padding: 0 here and with sdpa, the mean of V in eager
+READ_PADDING = {"blt", "recurrent_gemma"}
 
 _LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 _OF_QUERIES_AND_KEYS = re.compile(r"q_proj|k_proj|query|key|qkv|c_attn|q_lin|k_lin|\.q\.|\.k\.|q_[ab]|kv_[ab]|in_proj")
@@ -146,7 +81,7 @@ def small(config: Any, depth: int = 0) -> Any:
             if isinstance(getattr(config, name, None), (int, float, str)):
                 setattr(config, name, value)
     with contextlib.suppress(Exception):
-        if getattr(config, _LATENT, None) is not None:
+        if getattr(config, LATENT, None) is not None:
             config.num_key_value_heads = config.num_attention_heads
     for name in _LISTS_OF_LAYERS:
         given = getattr(config, name, None)
@@ -172,12 +107,20 @@ def made(kind: str, name: str) -> tuple[Any, Any]:
     listed = KINDS[kind][name]
     of = getattr(transformers, listed if isinstance(listed, str) else listed[0])
     if name in AT_ONCE:
-        return of, transformers.CONFIG_MAPPING[name](**AT_ONCE[name])
+        whole = transformers.CONFIG_MAPPING[name](**AT_ONCE[name])
+        if name in SEEN_BY_TIMM:
+            vision = transformers.CONFIG_MAPPING["siglip_vision_model"](
+                rms_norm_eps=1e-6, vocab_size=2, vocab_offset=WORDS - 4, **NARROW
+            )
+            object.__setattr__(whole, "vision_config", vision)  # the field takes timm's alone
+        return of, whole if isinstance(whole, of.config_class) else whole.get_text_config()
     config = transformers.CONFIG_MAPPING[name]()
     if of.config_class is not None and not isinstance(config, of.config_class):
         parts = [getattr(config, part) for part in config.sub_configs]
         config = next((p for p in parts if isinstance(p, of.config_class)), None) or config.get_text_config()
     small(config)
+    if name == "reformer":
+        config.is_decoder = kind == "causal"
     for place, value in PARTICULAR.get(name, {}).items():
         *parts, field = place.split(".")
         setattr(functools.reduce(getattr, parts, config), field, value)
@@ -187,7 +130,8 @@ def made(kind: str, name: str) -> tuple[Any, Any]:
 def built(of: Any, config: Any, implementation: str, sharp: bool = False) -> Any:
     """A model of random weights: the same ones for the same configuration."""
     torch.manual_seed(0)
-    model = of._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    model = of._from_config(copy.deepcopy(config), attn_implementation=implementation)
+    model.train(config.model_type in TRAINING)
     if sharp:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -196,7 +140,11 @@ def built(of: Any, config: Any, implementation: str, sharp: bool = False) -> Any
     return model
 
 
-def inputs(of: Any) -> dict[str, torch.Tensor]:
+# classes that are reversible: they have gradients in training alone
+TRAINING = {"reformer"}
+
+
+def inputs(of: Any) -> dict[str, Any]:
     """Two sequences for a model, of which one has padding at its left."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, WORDS - 9, (2, TOKENS), generator=draw)
@@ -204,7 +152,36 @@ def inputs(of: Any) -> dict[str, torch.Tensor]:
     given["attention_mask"][1, :9] = 0
     if of.config.is_encoder_decoder:
         given["decoder_input_ids"] = tokens[:, :TARGETS]
-    return given
+    more = _MORE_INPUTS.get(of.config.model_type)
+    return given if more is None else given | more(of, draw)
+
+
+def _of_another_model(of: Any, draw: torch.Generator) -> dict[str, Any]:
+    """Embeddings, and keys and values of each kind of layer, as the model has them that a drafter guesses for."""
+    text = of.config.get_text_config()
+    widths = {"sliding_attention": GEMMA4["head_dim"], "full_attention": GEMMA4["global_head_dim"]}
+    shared = {
+        kind: tuple(torch.randn(2, text.num_key_value_heads, TOKENS, width, generator=draw) for _ in range(2))
+        for kind, width in widths.items()
+    }
+    embedded = torch.randn(2, TOKENS, 2 * of.config.backbone_hidden_size, generator=draw)
+    every = torch.arange(TOKENS)
+    at = {"position_ids": every.expand(2, -1), "logits_to_keep": every}
+    return {"inputs_embeds": embedded, "shared_kv_states": shared, **at}
+
+
+def _heard(of: Any, draw: torch.Generator) -> dict[str, Any]:
+    """A frame of sound per token."""
+    audio = of.config.audio_config
+    embedded = torch.randn(2, TOKENS * of.config.downsample_factor, audio.hidden_size, generator=draw)
+    return {"encoder_inputs_embeds": embedded}
+
+
+_MORE_INPUTS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
+    "gemma4_assistant": _of_another_model,
+    "gemma4_unified_assistant": _of_another_model,
+    "voxtral_realtime": _heard,
+}
 
 
 def logits_and_gradients(model: Any, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -213,7 +190,8 @@ def logits_and_gradients(model: Any, given: dict[str, torch.Tensor]) -> tuple[to
     if logits.shape[1] == TOKENS:
         logits = logits[given["attention_mask"].bool()]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits.float() * weights).sum().backward()
+    if model.config.model_type not in WITHOUT_GRADIENTS:
+        (logits.float() * weights).sum().backward()
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.numel()}
 
 
@@ -251,12 +229,12 @@ def _greatest_difference(found: Any, wanted: Any) -> float:
     if logits.shape != right_logits.shape or gradients.keys() != right_gradients.keys():
         return float("inf")
     of_logits = float((logits - right_logits).abs().max()) / max(1.0, float(right_logits.abs().max()))
-    largest = max(float(g.abs().max()) for g in right_gradients.values())
+    largest = max((float(g.abs().max()) for g in right_gradients.values()), default=0.0)
     errors = [
         float((gradients[name] - g).abs().max()) / (float(g.abs().max()) + 1e-2 * largest)
         for name, g in right_gradients.items()
     ]
-    return max(of_logits, *errors)
+    return max([of_logits, *errors])
 
 
 class _counted:

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: transformers)")
 
+import transformers
+
 import composattn.integrations.transformers as integration
 from tests.cpu.integrations.every_class import KINDS, Verdict, classes, judged
 
@@ -32,6 +34,7 @@ def test_a_class_of_each_kind_is_right_or_refused(kind: str, name: str, wanted: 
     assert found.verdict is wanted, found
 
 
+ALL_ARE_MADE = "5.24."  # the version of transformers of which each class has a small configuration
 EVERY = [pytest.param(kind, name, id=f"{kind}-{name}") for kind in KINDS for name in classes(kind)]
 
 
@@ -40,6 +43,6 @@ EVERY = [pytest.param(kind, name, id=f"{kind}-{name}") for kind in KINDS for nam
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_every_class_is_right_or_refused_by_name(kind: str, name: str, sharp: bool) -> None:
     found = judged(kind, name, sharp)
-    if found.verdict is Verdict.NOT_MADE:
+    if found.verdict is Verdict.NOT_MADE and not transformers.__version__.startswith(ALL_ARE_MADE):
         pytest.skip(found.why)
     assert found.verdict in (Verdict.RIGHT, Verdict.REFUSED), found
