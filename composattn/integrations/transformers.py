@@ -23,6 +23,7 @@ import torch
 
 from ..api import attention
 from ..call.block_sparse import SMALLEST_BLOCK, BlockSparse
+from ..call.eight_bits import Quantized
 from ..call.sequences import Varlen
 from ..errors import DTypeMismatch, MissingDependency, ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
 from ..mods.mask import Mask
@@ -38,6 +39,7 @@ except ImportError as missing:
         "composattn.integrations.transformers needs transformers: pip install transformers"
     ) from missing
 
+from .model_caches import as_quantised, eight_bit_cache
 from .model_classes import check_when_loaded
 from .model_masks import ModelMask, mask
 
@@ -103,7 +105,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as `AttentionInterface` asks for it: ((B, Sq, Hq, Dv), no weights).
 
-    query (B, Hq, Sq, D), key (B, Hkv, Skv, D), value (B, Hkv, Skv, Dv).
+    query (B, Hq, Sq, D), key (B, Hkv, Skv, D), value (B, Hkv, Skv, Dv); those of `eight_bit_cache` have their scales.
     attention_mask: what `mask` made; or a 4-d tensor, bool (True where visible) or added to the scores; or None, where
         the module's `is_causal` decides as in `sdpa`.
     softcap: c·tanh(score / c). position_bias: (B or 1, Hq or 1, Sq or 1, Skv), added to the scores, differentiable.
@@ -122,6 +124,7 @@ def attend(
     _refuse_keywords(module, unknown)
     if output_attentions:
         raise UnsupportedOption('attention weights are never formed here; use attn_implementation="eager" to see them')
+    keys, values = as_quantised("key", key), as_quantised("value", value)
     mask_mod, bias = _told(module, query, key, attention_mask, is_causal)
     if block_indices is not None:
         picked = _picked_blocks(module, block_indices, query, key)
@@ -130,7 +133,7 @@ def attend(
     documents = _documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     of_heads, of_rows = _sinks(query, s_aux, sinks)
     out = _attention(
-        query, key, value, score_mod, mask_mod, documents, of_rows, scale=scaling, sinks=of_heads, dropout_p=dropout
+        query, keys, values, score_mod, mask_mod, documents, of_rows, scale=scaling, sinks=of_heads, dropout_p=dropout
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -211,8 +214,8 @@ _ROWS = 128  # queries whose picked blocks are looked at together, as many as a 
 
 def _attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | Quantized,
+    value: torch.Tensor | Quantized,
     score_mod: Any,
     mask_mod: Any,
     documents: Varlen | None,
@@ -226,7 +229,9 @@ def _attention(
             raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
         mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
         score_mod = None if score_mod is None else _of_packed(score_mod, documents)
-        tensors = tuple(t[0].transpose(0, 1) for t in tensors)  # type: ignore[assignment]
+        if isinstance(key, Quantized) or isinstance(value, Quantized):
+            raise UnsupportedOption("packed documents (cu_seq_lens_q) with a cache in 8 bits; give it one in 16 bits")
+        tensors = tuple(t[0].transpose(0, 1) for t in tensors)  # type: ignore[assignment,union-attr]
         options["varlen"] = documents
     options |= {"score_mod": score_mod, "mask_mod": mask_mod}
     if sinks_of_rows is None:
@@ -295,4 +300,4 @@ def _scores(cap: float | None, biases: list[torch.Tensor]) -> Score | None:
     return functools.reduce(lambda first, then: first >> then, mods) if mods else None
 
 
-__all__ = ["ModelMask", "attend", "mask", "register"]
+__all__ = ["ModelMask", "attend", "eight_bit_cache", "mask", "register"]
