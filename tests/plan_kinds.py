@@ -10,6 +10,7 @@ import torch
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
@@ -35,6 +36,14 @@ def backward(
     return [p for p in (plans.preprocess, plans.main, plans.postprocess, plans.gather, plans.join) if p is not None]
 
 
+def quantise(target: Target) -> list[Any]:
+    plan = QuantisePlan(
+        target=target, dtype=torch.bfloat16, head_dim=128, head_dim_v=64, to=torch.float8_e4m3fn, scale="head",
+        rows=64, hadamard=True, center=True, power_of_two=True,
+    )  # fmt: skip
+    return [plan]
+
+
 PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward": lambda: forward(HOPPER),
     "hopper-forward-split": lambda: forward(HOPPER, schedule=Schedule(split_kv=2)),
@@ -43,6 +52,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-wide": lambda: forward(HOPPER, d=512),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
+    "hopper-quantise": lambda: quantise(HOPPER),
     "hopper-backward-segments": lambda: backward(HOPPER, length=LONG, mask=DOCUMENTS),
     "hopper-backward-strips": lambda: backward(HOPPER, length=96 * 96, mask=NEIGHBOURS, has_dlse=True),
     "hopper-backward-exchange": lambda: backward(HOPPER, d=256, mask=causal()),

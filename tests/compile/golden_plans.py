@@ -15,6 +15,7 @@ from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
@@ -92,6 +93,14 @@ def forward(score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0,
     return lambda: plan_forward(problem(heads, lengths, (d, dv or d), **how), program(score, mask), HOPPER, **options)
 
 
+def quantise(scale: str, power_of_two: bool, d: int = 128, **how: Any) -> Callable[[], Any]:
+    """A kernel of `ca.quantize` that rotates and takes a mean from k."""
+    return lambda: QuantisePlan(
+        target=HOPPER, dtype=torch.bfloat16, head_dim=d, head_dim_v=d, to=torch.float8_e4m3fn, scale=scale,  # type: ignore[arg-type]
+        rows=64, hadamard=True, center=True, power_of_two=power_of_two, **how,
+    )  # fmt: skip
+
+
 def combine(forward: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: forward().combine
 
@@ -156,6 +165,10 @@ PLANS: dict[str, Callable[[], Any]] = {
     ),
     "combine-d128": combine(forward(**SPLIT)),
     "combine-no-lse-d64": combine(forward(d=64, options={"return_lse": False}, **SPLIT)),
+    "quantise-largest-d128": quantise("head", True, finds_largest=True),
+    "quantise-head-d128": quantise("head", True),
+    "quantise-token-best-of-4-d96": quantise("token", False, d=96),
+    "quantise-block-best-of-4-d128": quantise("block", False),
     "preprocess-d64": backward("preprocess", d=64),
     "preprocess-dlse-d256": backward("preprocess", d=256, has_dlse=True),
     "preprocess-varlen-d128": backward("preprocess", layout=USED, has_dlse=True),
