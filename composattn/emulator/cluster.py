@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,31 +156,38 @@ class Cluster:
         """Whether all that can run only spin: other blocks may have to go on."""
         return self.idle > IDLE
 
-    def run(self, steps: int | None = None) -> bool:
+    def _go_on(self) -> None:
+        """After it only spun: others have had their turn."""
+        self.idle = 0
+        if self.pending:  # it may be what they spin for
+            self._complete_one()
+
+    def _wake(self, gave_up_at: tuple[int, int]) -> tuple[int, int]:
+        """Does what gangs that all wait can hope for, and gives when they last gave up waiting."""
+        if self.pending:
+            self._complete_one()
+            return gave_up_at
+        # gangs whose warps wait for different barriers part as they give up, perhaps again at the next ones
+        now = self.progress, len(self.gangs)
+        if now <= gave_up_at or not self._give_up():
+            self._deadlock()
+        return now
+
+    def run(self, steps: float = math.inf) -> bool:
         """True when all gangs are done, False when it only spins, or has taken so many steps."""
         if self.spins:
-            self.idle = 0
-            if self.pending:  # it may be what they spin for: others have had their turn
-                self._complete_one()
+            self._go_on()
         gave_up_at = -1, 0
         while self.gangs:
-            if steps is not None:
-                steps -= 1
-                if steps < 0:
-                    return False
+            steps -= 1
+            if steps < 0:
+                return False
             ready = [g for g in self.gangs if g.wait is None or g.wait.ready()]
             if self.mode.seed is not None and self.pending and self.random.random() < 0.2:
                 self._complete_one()
                 continue
             if not ready:
-                if self.pending:
-                    self._complete_one()
-                    continue
-                # gangs whose warps wait for different barriers part as they give up, perhaps again at the next ones
-                now = self.progress, len(self.gangs)
-                if now <= gave_up_at or not self._give_up():
-                    self._deadlock()
-                gave_up_at = now
+                gave_up_at = self._wake(gave_up_at)
                 continue
             if self.mode.seed is not None:
                 ready = [self.random.choice(ready)]
@@ -260,10 +268,7 @@ class Cluster:
             while budget:
                 budget -= 1
                 if not g.stack:
-                    g.done = True
-                    self.gangs.remove(g)
-                    self.finished.append(g)
-                    self.progress += 1
+                    self._finish(g)
                     return 0
                 path = g.stack[-1]
                 n = path.node
@@ -316,6 +321,12 @@ class Cluster:
             self._split(g, [(w, w + 1) for w in g.warps])
         return not parts
 
+    def _finish(self, g: Gang) -> None:
+        g.done = True
+        self.gangs.remove(g)
+        self.finished.append(g)
+        self.progress += 1
+
     def _branch(self, g: Gang, node: Any, path: Path) -> bool:
         """Moves `path` on; True if the gang was split."""
         b = node.branch
@@ -335,28 +346,27 @@ class Cluster:
         if count == (g.lanes if mask is True else int(np.count_nonzero(mask))):
             path.node = target
             return False
-        if mask is True and len(g.warps) > 1:
-            per = take.reshape(-1, 32)
-            some, every = per.any(1), per.all(1)
-            if (some == every).all():
-                parts = _runs(every, g.low)
-                self._split(
-                    g,
-                    parts,
-                    target,
-                    node.fall,
-                    every,
-                    Meeting(node.meet, len(parts), g.meeting) if node.short else None,
-                )
-                return True
+        if mask is True and len(g.warps) > 1 and self._splits(g, node, target, take):
+            return True
         stay = ~take if mask is True else mask & ~take
         taken = take.copy()
-        path.node = node.meet
-        if node.meet == EXIT:
+        path.node = meet = node.meet
+        if meet == EXIT:
             g.stack.pop()
-        g.stack.append(Path(node.fall, stay, node.meet if node.meet != EXIT else NOWHERE))
-        g.stack.append(Path(target, taken, node.meet if node.meet != EXIT else NOWHERE))
+            meet = NOWHERE
+        g.stack += Path(node.fall, stay, meet), Path(target, taken, meet)
         return False
+
+    def _splits(self, g: Gang, node: Any, target: int, take: Any) -> bool:
+        """Splits a gang whose warps branch each as a whole; False where one does not."""
+        per = take.reshape(-1, 32)
+        some, every = per.any(1), per.all(1)
+        if (some != every).any():
+            return False
+        parts = _runs(every, g.low)
+        meeting = Meeting(node.meet, len(parts), g.meeting) if node.short else None
+        self._split(g, parts, target, node.fall, every, meeting)
+        return True
 
     def _split(self, g: Gang, parts: list[tuple[int, int]], target: int = 0, fall: int = 0, takes: Any = None,
                meeting: Meeting | None = None) -> None:  # fmt: skip

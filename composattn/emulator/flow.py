@@ -40,16 +40,21 @@ def _leaves(instr: Instr) -> bool:
     return instr.op.split(".")[0] in ("bra", "ret", "exit")
 
 
-def cut(kernel: PtxKernel, blocks: Callable[[Instr], bool]) -> list[Node]:
-    """Nodes in program order; `blocks(instr)` says which instructions stand alone."""
-    code = kernel.code
+def _starts(kernel: PtxKernel, blocks: Callable[[Instr], bool]) -> list[int]:
+    """The first instruction of each node."""
     leaders = {0, *kernel.labels.values()}
-    for i, instr in enumerate(code):
+    for i, instr in enumerate(kernel.code):
         if _leaves(instr):
             leaders.add(i + 1)
         elif blocks(instr):
             leaders |= {i, i + 1}
-    starts = sorted(s for s in leaders if s < len(code))
+    return sorted(s for s in leaders if s < len(kernel.code))
+
+
+def cut(kernel: PtxKernel, blocks: Callable[[Instr], bool]) -> list[Node]:
+    """Nodes in program order; `blocks(instr)` says which instructions stand alone."""
+    code = kernel.code
+    starts = _starts(kernel, blocks)
     of = {s: n for n, s in enumerate(starts)}
     nodes = []
     for n, (s, end) in enumerate(pairwise([*starts, len(code)])):
@@ -116,16 +121,20 @@ def _post_order(root: int, after: list[list[int]]) -> list[int]:
     return order
 
 
+def _predecessors(succ: list[list[int]]) -> list[list[int]]:
+    """By node, those that it comes behind; the root's are last."""
+    pred: list[list[int]] = [[] for _ in range(len(succ) + 1)]
+    for i, following in enumerate(succ):
+        for s in following:
+            pred[s].append(i)
+    return pred
+
+
 def _post_dominators(nodes: list[Node]) -> None:
     """Cooper, Harvey, Kennedy: "A Simple, Fast Dominance Algorithm", on the reversed graph with EXIT as its root."""
-    n = len(nodes)
-    root = n
+    root = len(nodes)
     succ = [[root if s == EXIT else s for s in node.successors()] for node in nodes]
-    pred: list[list[int]] = [[] for _ in range(n + 1)]
-    for i, ss in enumerate(succ):
-        for s in ss:
-            pred[s].append(i)
-    order = _post_order(root, pred)
+    order = _post_order(root, _predecessors(succ))
     rank = {node: i for i, node in enumerate(order)}  # post-order: the root is last
     idom: dict[int, int] = {root: root}
     changed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -45,10 +46,10 @@ class Order:
         count = len(running)
         return count < self.together or (count < self.room and self._stuck >= count)
 
-    def next(self, running: Sequence[Cluster]) -> tuple[Cluster, int | None]:
-        """Who goes on, and for how many steps, if not until it is done or only spins."""
+    def next(self, running: Sequence[Cluster]) -> tuple[Cluster, float]:
+        """Who goes on, and for how many steps; without end: until it is done or only spins."""
         if self.random is None or self.together == 1:
-            return running[-1 - self._stuck % len(running)], None
+            return running[-1 - self._stuck % len(running)], math.inf
         numbers = self._numbers = {c: self._numbers.get(c, self.random.random()) for c in running}
         cluster = max(running, key=numbers.__getitem__)
         numbers[cluster] = self.random.random()

@@ -272,6 +272,10 @@ _ATOMIC: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _fold(op: str, packed: str | None) -> Any:
+    return _packed_add(packed) if packed and op == "add" else _ATOMIC.get(op)
+
+
 @effect("atom", "red")
 def atomic(instr: Instr, program: Any) -> Handler:
     head = instr.parts[0]
@@ -291,7 +295,7 @@ def atomic(instr: Instr, program: Any) -> Handler:
     other = source(program, args[1], base) if op == "cas" else None
     if out is not None and count > 1:
         raise UnknownInstruction(f"a vector atomic with a result; {instr.where()}")
-    fold: Any = _packed_add(packed) if packed and op == "add" else _ATOMIC.get(op)
+    fold = _fold(op, packed)
     add_at = np.add if op == "add" and not packed else None
     dtype = DTYPES[base]
     counts = op in ("add", "inc", "dec") and not packed and base in ("u32", "s32")

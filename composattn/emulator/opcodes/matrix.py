@@ -83,13 +83,25 @@ def _register_operand(g: Any, rows: list[int], kind: str) -> Array:
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 
 
-@sync("wgmma.mma_async.sync.aligned")
-def multiply(instr: Instr, program: Any) -> Handler:
+def _form(instr: Instr) -> tuple[int, str, str]:
+    """(columns, elements of a, elements of b)."""
     parts = instr.parts[4:]
     shape = _SHAPE.match(parts[0])
     if shape is None or len(parts) != 4 or parts[1] != "f32" or parts[2] not in ELEMENT or parts[3] not in ELEMENT:
         raise UnknownInstruction(f"this form of wgmma is not emulated; {instr.where()}")
-    n, kind_a, kind_b = int(shape[1]), parts[2], parts[3]
+    return int(shape[1]), parts[2], parts[3]
+
+
+def _transposed(flags: list[int], kind: str, from_registers: bool) -> tuple[int, int]:
+    """Whether a and b are summed over their rows, which operands of 16 bits alone may be."""
+    if ELEMENT[kind] != 2 or not flags:
+        return 0, 0
+    return 0 if from_registers else flags[0], flags[-1]
+
+
+@sync("wgmma.mma_async.sync.aligned")
+def multiply(instr: Instr, program: Any) -> Handler:
+    n, kind_a, kind_b = _form(instr)
     acc, left, right, scale, *rest = instr.args
     if not isinstance(acc, Vec) or len(acc.items) != n // 2:
         raise UnknownInstruction(f"accumulator of {instr.where()}")
@@ -97,9 +109,7 @@ def multiply(instr: Instr, program: Any) -> Handler:
     results = sum(1 << r for r in rows)
     flags = [literal(r, instr) for r in rest]
     from_registers = isinstance(left, Vec)
-    trans = flags[2:] if ELEMENT[kind_a] == 2 else []
-    trans_a = trans[0] if trans and not from_registers else 0
-    trans_b = trans[-1] if trans else 0
+    trans_a, trans_b = _transposed(flags[2:], kind_a, from_registers)
     negate = (flags[0] == -1) != (flags[1] == -1)
     a_rows = [r.index for r in left.items if isinstance(r, Reg)] if isinstance(left, Vec) else []
     inputs = sum(1 << r for r in a_rows)
