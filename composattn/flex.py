@@ -68,45 +68,42 @@ def flex_attention(
             return found
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
-    if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise errors.UnsupportedOption(f"kernel_options is {kernel_options!r}; torch takes a dict, or None")
-    if kernel_options:
+    if kernel_options is not None:
         _check_kernel(kernel_options)
-        warnings.warn(
-            f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=2
-        )
-    try:
-        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
-    except (AttributeError, RuntimeError, ValueError):  # as below
-        pass
-    else:
-        if heads != kv_heads and not enable_gqa and _are_dense(query, key):
-            raise errors.GroupMismatch(
-                f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
-            )
-        if kv_batch == 1 and batch > 1 and _are_dense(query, key):
-            key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    key, value = _of_all_batch_entries(query, key, value, enable_gqa)
     mask = None if block_mask is None else mask_of(block_mask, query, key)
     if return_aux is None:
         return attention(
             query, key, value, score_mod=score_mod, mask_mod=mask, scale=scale, return_lse=return_lse, backend=backend
         )
+    options = {"score_mod": score_mod, "mask_mod": mask, "scale": scale, "backend": backend}
+    return _with_auxiliary(return_aux, query, key, value, options)
+
+
+def _with_auxiliary(return_aux: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """(out, AuxOutput) with what `return_aux` asks for."""
     from torch.nn.attention.flex_attention import AuxOutput
 
+    lse, max_scores = return_aux.lse, return_aux.max_scores
+    found = attention(query, key, value, return_lse=lse, return_max_scores=max_scores, **options)
     asked = [name for name in _AUXILIARY if getattr(return_aux, name)]
-    found = attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        mask_mod=mask,
-        scale=scale,
-        return_lse=return_aux.lse,
-        return_max_scores=return_aux.max_scores,
-        backend=backend,
-    )
     out, *more = found if asked else (found,)
     return out, AuxOutput(**dict(zip(asked, more, strict=True)))
+
+
+def _of_all_batch_entries(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any]:
+    """key and value, those of one batch entry as those of all. Raises: `GroupMismatch`."""
+    try:
+        (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
+    except (AttributeError, RuntimeError, ValueError):  # refused where the call is checked
+        return key, value
+    if heads != kv_heads and not enable_gqa and _are_dense(query, key):
+        raise errors.GroupMismatch(
+            f"{heads} query heads and {kv_heads} key/value heads; pass enable_gqa=True to share heads"
+        )
+    if kv_batch == 1 and batch > 1 and _are_dense(query, key):
+        return key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    return key, value
 
 
 def _are_dense(x: Any, y: Any) -> bool:
@@ -130,12 +127,19 @@ def _check_aux(return_aux: Any, return_lse: bool) -> None:
         )
 
 
-def _check_kernel(kernel_options: dict[str, Any]) -> None:
+def _check_kernel(kernel_options: Any) -> None:
+    """Raises `UnsupportedOption`; warns of options that have no effect here."""
+    if not isinstance(kernel_options, dict):
+        raise errors.UnsupportedOption(f"kernel_options is {kernel_options!r}; torch takes a dict, or None")
     kernel = kernel_options.get("BACKEND", "AUTO")
     if kernel not in KERNELS:
         raise errors.UnsupportedOption(
             f"kernel_options has BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; to choose who computes here, pass "
             "backend="
+        )
+    if kernel_options:
+        warnings.warn(
+            f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=3
         )
 
 

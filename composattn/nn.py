@@ -116,13 +116,16 @@ class Attention(torch.nn.Module):
         _, found, _ = self._mods()
         return None if found is None else Mask.of(found)
 
+    def _traced_mods(self) -> list[Any]:
+        mods = [getattr(self, name, None) for name in _NAMES]
+        mods = [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
+        return self._with_sinks_of_another(mods) if self._shared else mods
+
     def _mods(self) -> list[Any]:
         """Score mod, mask and sinks as the module has them now, None where it has none."""
         mods: list[Any] = []
         if is_traced():
-            mods = [getattr(self, name, None) for name in _NAMES]
-            mods = [mod.now(self) if isinstance(mod, _Held) else mod for mod in mods]
-            return self._with_sinks_of_another(mods) if self._shared else mods
+            return self._traced_mods()
         kind, own = self.__class__, self.__dict__
         is_plain = kind.__getattr__ is _GETATTR and kind.__getattribute__ is _GETATTRIBUTE
         parameters, buffers, modules = own["_parameters"], own["_buffers"], own["_modules"]

@@ -154,9 +154,9 @@ def mirrored(mask: Expr) -> Expr:
 # --- from rows to a tile -------------------------------------------------------------------------------------
 
 
-def _lifted(conjunction: Conjunction, tile: RowRange = TILE) -> TileInterval:
-    """What the rows of a tile see together, and what all of them see."""
-    rows, some, every = tile, [], []  # conditions under which any row, every row of the tile satisfies it
+def _rows(conjunction: Conjunction, tile: RowRange) -> tuple[RowRange, list[Expr], list[Expr]]:
+    """(rows that its conditions leave, conditions under which any row, and every row of the tile satisfies them)."""
+    rows, some, every = tile, [], []
     for row in (c for c in conjunction.constraints if isinstance(c, RowCondition)):
         span = None if tile.is_one else rows_where(row)
         if span is None:
@@ -170,6 +170,12 @@ def _lifted(conjunction: Conjunction, tile: RowRange = TILE) -> TileInterval:
         )
         every += [apply("ge", tile.first, low)] if low is not None else []
         every += [apply("lt", tile.last, high)] if high is not None else []
+    return rows, some, every
+
+
+def _lifted(conjunction: Conjunction, tile: RowRange = TILE) -> TileInterval:
+    """What the rows of a tile see together, and what all of them see."""
+    rows, some, every = _rows(conjunction, tile)
     if not at_most(rows.first, rows.last):
         some.append(apply("le", rows.first, rows.last))
     lows, highs = tightened(conjunction)

@@ -115,23 +115,23 @@ class _Solver:
             join = self.both if (op == "and") is holds else self.either
             return join(self.formula(args[0], holds), self.formula(args[1], holds))
         if op == "where":
-            yes = self.both(self.formula(args[0], True), self.formula(args[1], holds))
-            return self.either(yes, self.both(self.formula(args[0], False), self.formula(args[2], holds)))
-        if op == "xor" or (op in ("eq", "ne") and all(a.dtype is DType.BOOL for a in args)):
+            return self.choice(args[0], self.formula(args[1], holds), self.formula(args[2], holds))
+        if _compares_bools(e):
             differ = (op == "eq") is not holds
-            return self.either(
-                self.both(self.formula(args[0], True), self.formula(args[1], not differ)),
-                self.both(self.formula(args[0], False), self.formula(args[1], differ)),
-            )
+            return self.choice(args[0], self.formula(args[1], not differ), self.formula(args[1], differ))
         if op == "cast_bool" and args[0].dtype.is_integer:
             return self.ne(linear(args[0])) if holds else self.eq(linear(args[0]))
         if op in NEGATED:
             return self.comparison(e, holds)
-        if op == "read":
-            if not e.deps & self.dep:
-                return self.condition("eq", Linear(-int(holds), {e: 1}))
+        if op != "read":
+            return [Conjunction((Opaque(e, holds),))]
+        if e.deps & self.dep:
             return self.compared_reads("eq", e, const(holds), e, holds)
-        return [Conjunction((Opaque(e, holds),))]
+        return self.condition("eq", Linear(-int(holds), {e: 1}))
+
+    def choice(self, condition: Expr, yes: Conjunctions, no: Conjunctions) -> Conjunctions:
+        """`yes` where the condition holds, `no` elsewhere."""
+        return self.either(self.both(self.formula(condition, True), yes), self.both(self.formula(condition, False), no))
 
     def comparison(self, e: Expr, holds: bool) -> Conjunctions:
         x, y = e.args
@@ -209,14 +209,27 @@ class _Solver:
     def bound(self, t: Expr, side: str, value: Linear) -> Conjunctions:
         """t >= value (side "ge") or t <= value (side "le"), for a term `t` that depends on the leaf."""
         ge = side == "ge"
+        if t is self.leaf:
+            end = build(value if ge else value.shifted(1))
+            return [Conjunction((Low(end, end) if ge else High(end, end),))]
+        found = self.inner_bound(t, side, value)
+        if found is not None:
+            return found
+        low, high = bounds(t)
+        if value.is_const:
+            less, more = (low, high) if ge else (-high, -low)
+            limit = value.constant if ge else -value.constant
+            if limit <= less or limit > more:
+                return _ALL() if limit <= less else []
+        return self.unsolved("ge", Linear(0, {t: 1}).plus(value, -1) if ge else value.plus(Linear(0, {t: 1}), -1))
+
+    def inner_bound(self, t: Expr, side: str, value: Linear) -> Conjunctions | None:
+        """`bound` as bounds on what `t` is made of; None where its operation has no such rule."""
+        ge, op, args = side == "ge", t.op, t.args
 
         def again(u: Expr, v: Linear, side: str = side) -> Conjunctions:
             return self.ge(linear(u).plus(v, -1) if side == "ge" else v.plus(linear(u), -1))
 
-        if t is self.leaf:
-            end = build(value if ge else value.shifted(1))
-            return [Conjunction((Low(end, end) if ge else High(end, end),))]
-        op, args = t.op, t.args
         if op == "floordiv" and args[1].is_const and args[1].attr > 0:
             n = int(args[1].attr)
             return again(args[0], value.times(n) if ge else value.times(n).shifted(n - 1))
@@ -230,16 +243,8 @@ class _Solver:
             return join(again(args[0], value), again(args[1], value))
         if op == "where":
             condition, yes, no = args
-            return self.either(
-                self.both(self.formula(condition, True), again(yes, value)),
-                self.both(self.formula(condition, False), again(no, value)),
-            )
-        low, high = bounds(t)
-        if value.is_const and (value.constant <= low if ge else value.constant >= high):
-            return _ALL()
-        if value.is_const and (value.constant > high if ge else value.constant < low):
-            return []
-        return self.unsolved("ge", Linear(0, {t: 1}).plus(value, -1) if ge else value.plus(Linear(0, {t: 1}), -1))
+            return self.choice(condition, again(yes, value), again(no, value))
+        return None
 
     def residue(self, t: Expr, value: Linear) -> Conjunctions:
         """u % n == value"""
@@ -268,6 +273,10 @@ class _Solver:
         if op == "ne":  # before a run and after it; a run with gaps hides no range that is known
             return self.either([Conjunction((High(full_start, start),))], [Conjunction((Low(full_end, end),))])
         return [Conjunction((Low(start, full_start), High(end, full_end)))]
+
+
+def _compares_bools(e: Expr) -> bool:
+    return e.op == "xor" or (e.op in ("eq", "ne") and all(a.dtype is DType.BOOL for a in e.args))
 
 
 def _ALL() -> Conjunctions:

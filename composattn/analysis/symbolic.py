@@ -181,13 +181,25 @@ def _extreme(node: Expr, done: dict[Expr, tuple[str, int]], names: Names) -> tup
     moving = [n for n, (i, j) in enumerate(zip(x.args, y.args, strict=False)) if i is not j]
     if x.attr is not y.attr or not isinstance(x.attr, Derived) or len(moving) != 1 or not moving[0]:
         return None
-    begin, window = x.args[moving[0]], y.args[moving[0]]
+    last = _last_of(y.args[moving[0]])
+    if last is None:
+        return None
+    ends = [done[_inside_table(e)][0] for e in (x.args[moving[0]], last)]
+    inner = ["..".join(ends) if n == moving[0] else done[i][0] for n, i in enumerate(x.args) if n]
+    return f"{_CALLED[node.op]}({names.tensor(x.attr)}[{', '.join(inner)}])", _ATOM
+
+
+def _inside_table(e: Expr) -> Expr:
+    """A position without the bound that keeps it in the table."""
+    return e.args[0] if e.op == "minimum" else e
+
+
+def _last_of(window: Expr) -> Expr | None:
+    """The last element of the run at whose end a window begins there."""
     window = window.args[0] if window.op == "maximum" else window
     if window.op != "sub" or window.args[0].op != "add" or window.args[1].op != "lshift":
         return None
-    ends = [done[e.args[0] if e.op == "minimum" else e][0] for e in (begin, window.args[0].args[0])]
-    inner = ["..".join(ends) if n == moving[0] else done[i][0] for n, i in enumerate(x.args) if n]
-    return f"{_CALLED[node.op]}({names.tensor(x.attr)}[{', '.join(inner)}])", _ATOM
+    return window.args[0].args[0]
 
 
 def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, int]:

@@ -176,12 +176,10 @@ class TileLists(ABC):
             with plain_tensors():
                 return list(self._compute([*read, _lengths(*queries), _lengths(*keys)], values))
         places = [t for t in (*queries, *keys) if t is not None]
-        seen: list[Hashable] = [*values, *(v for t in (*read, *places) for v in (t.shape, t.stride(), version(t)))]
-        seen += [c.epoch for c in self.sources if isinstance(c, BorrowedCapture)]
+        seen = [*values, *self._stamp([*read, *places])]
         # held: their memory is no one else's while the stamp speaks of it; that of borrowed ones ends with this plan
         borrowed = [isinstance(c, BorrowedCapture) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_borrowed in zip(read, borrowed, strict=True) if not is_borrowed]
-
         of_thread = self._own
 
         def make() -> list[T]:
@@ -194,6 +192,11 @@ class TileLists(ABC):
             return of_thread.kept.value
 
         return of_thread.kept(seen, make, [*own, *places])
+
+    def _stamp(self, tensors: Sequence[T]) -> list[Hashable]:
+        """Changes when one of these does."""
+        stamp: list[Hashable] = [v for t in tensors for v in (t.shape, t.stride(), version(t))]
+        return stamp + [c.epoch for c in self.sources if isinstance(c, BorrowedCapture)]
 
     def _compute(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[T]:
         """The lists for `inputs`: what is read of each source, and the lengths of the sequences or None."""

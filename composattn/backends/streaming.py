@@ -167,11 +167,15 @@ class Streaming:
         with borrowed_again(self.borrowed):
             return self._gradients(known)
 
+    def _totals(self, wanted: Sequence[bool], q: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Where gradients of captured tensors are summed, by the tensors' ids."""
+        asked = [t for t, w in zip(self.captures, wanted, strict=True) if w and t.is_floating_point()]
+        return {id(t): total_for(t, q.dtype, q.device) for t in asked}
+
     def _gradients(self, known: BackwardInputs) -> Grads:
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         if not self.visited:
             self.visit(q, k, v, captured)
-        given = q, k, v
         form = arrange(self.sequences, q, k)
         q, k, v = _grouped(form.queries(q), form.keys(k), form.keys(v))
         heads = q.shape[1:3]
@@ -182,9 +186,8 @@ class Streaming:
         delta = delta if dlse is None else delta - form.statistics(dlse).unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         dq, dk, dv = (torch.zeros_like(x, dtype=q.dtype) for x in (q, k, v))
-        asked = {id(t): t for t, w in zip(self.captures, wanted[3:], strict=True) if w and t.is_floating_point()}
-        totals = {key: total_for(t, q.dtype, q.device) for key, t in asked.items()}
-        slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in asked]
+        totals = self._totals(wanted[3:], q)
+        slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in totals]
         for step, visited in zip(self.steps(form.parts, q, k, captured), self.visited, strict=True):
             dq_here, dk_here, dv_here = step.queries(dq), step.keys(dk), step.keys(dv)
             k_here, v_here = step.keys(k), step.keys(v)
@@ -203,10 +206,8 @@ class Streaming:
                     dq_tile = dq_tile + ds @ k_here[:, :, columns].to(ds.dtype)
                 dq_here[:, :, :, rows] = (dq_tile * self.scale).unflatten(2, (step.shape[2], -1))
         dq, dk, dv = form.queries_back(dq.flatten(1, 2)), form.keys_back(dk), form.keys_back(dv)
-        grads = [
-            in_order_of(t, g.to(t.dtype)) if w else None
-            for t, g, w in zip(given, (dq, dk, dv), wanted[:3], strict=True)
-        ]
+        made = zip(known[:3], (dq, dk, dv), wanted[:3], strict=True)
+        grads = [in_order_of(t, g.to(t.dtype)) if w else None for t, g, w in made]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
 

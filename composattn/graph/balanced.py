@@ -17,8 +17,7 @@ def balanced(expr: Expr) -> Expr:
     if expr.depth <= DEEP:
         return expr
     nodes = list(walk(expr))
-    users = Counter(a for node in nodes for a in node.args)
-    inside = {a for n in nodes if _is_logic(n) for a in n.args if a.op == n.op and users[a] == 1}
+    inside = _inside(nodes)
     done: dict[Expr, Expr] = {}
     chains: dict[Expr, list[Expr]] = {}  # what those inside of a longer chain join
     for node in nodes:
@@ -34,6 +33,12 @@ def balanced(expr: Expr) -> Expr:
         else:
             done[node] = _tree(node.op, parts)
     return done[expr]
+
+
+def _inside(nodes: list[Expr]) -> set[Expr]:
+    """Operations whose only user is another one of their kind."""
+    users = Counter(a for node in nodes for a in node.args)
+    return {a for n in nodes if _is_logic(n) for a in n.args if a.op == n.op and users[a] == 1}
 
 
 def _is_logic(node: Expr) -> bool:

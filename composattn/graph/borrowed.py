@@ -119,10 +119,7 @@ class BorrowedCapture(Capture):
             if tensor.is_inference():
                 self._counter = None
             elif not self._counts(tensor, alone and before[:2] == (self._last, self._address)):
-                if self._counter is not None and (tensor._version or self._counter.version != self._seen):
-                    self.written_apart = _apart.again()
-                self._counter = Counter(tensor) if plain else None
-                self.epoch += 1  # two counters may well say the same
+                self._count(tensor, plain)
             self._seen = 0 if self._counter is None else self._counter.version
             trusted = plain and alone and self._counter is not None
             self._is_of_form = of_the_form(tensor) if trusted else None
@@ -130,6 +127,13 @@ class BorrowedCapture(Capture):
                 self._version, self.unwritten = 0, None
             elif self.unwritten is None or before != (self._last, self._address, tensor._version, self.epoch):
                 self._mark(tensor)
+
+    def _count(self, tensor: torch.Tensor, plain: bool) -> None:
+        """From now on by a counter of its own."""
+        if self._counter is not None and (tensor._version or self._counter.version != self._seen):
+            self.written_apart = _apart.again()
+        self._counter = Counter(tensor) if plain else None
+        self.epoch += 1  # two counters may well say the same
 
     def _mark(self, tensor: torch.Tensor) -> None:
         """Equal to what `analysis.derived.stamp` says where it is not alone in its memory: coming there is no write."""

@@ -160,15 +160,7 @@ class _Writer:
             raise Unfit
         self._demand_kind(at, type(fn))
         if type(fn) is functools.partial:
-            names = tuple(fn.keywords)
-            if self._is_known(at, fn, [known for known in self.met if type(known[1]) is functools.partial]):
-                return
-            if depth:
-                self.met.append((at, fn))
-            self._demand(f"len({at}.args) == {len(fn.args)}", f"tuple({at}.keywords) == {names!r}")
-            self._function(self._taken(f"{at}.func"), fn.func, depth + 1, is_known=is_known)
-            self._ends(f"{at}.args", enumerate(fn.args), depth)
-            self._ends(f"{at}.keywords", fn.keywords.items(), depth)
+            self._partial(at, fn, depth, is_known)
             return
         owner: tuple[str, Any] | None = None
         if type(fn) is types.MethodType:
@@ -190,6 +182,16 @@ class _Writer:
         if fn.__code__.co_argcount - (owner is not None) > given or fn.__code__.co_kwonlyargcount:
             self._defaults(at, fn, depth)
         self._reached(at, fn, owner, depth)
+
+    def _partial(self, at: str, fn: functools.partial[Any], depth: int, is_known: bool) -> None:
+        if self._is_known(at, fn, [known for known in self.met if type(known[1]) is functools.partial]):
+            return
+        if depth:
+            self.met.append((at, fn))
+        self._demand(f"len({at}.args) == {len(fn.args)}", f"tuple({at}.keywords) == {tuple(fn.keywords)!r}")
+        self._function(self._taken(f"{at}.func"), fn.func, depth + 1, is_known=is_known)
+        self._ends(f"{at}.args", enumerate(fn.args), depth)
+        self._ends(f"{at}.keywords", fn.keywords.items(), depth)
 
     def _defaults(self, at: str, fn: types.FunctionType, depth: int) -> None:
         if fn.__defaults__:
@@ -266,20 +268,25 @@ class _Writer:
             self._demand(f"len({at}) == {len(value)}")
             self._ends(at, enumerate(value), depth)
         elif hasattr(kind, "composattn_fingerprint"):
-            self._demand_kind(at, kind)
-            _, leaves = value.composattn_fingerprint()
-            of_its_kind = [known for known in self.met if type(known[1]) is kind]
-            if not (leaves and leaves[0] is value) and not self._is_known(at, value, of_its_kind):
-                self.met.append((at, value))
-            said = self._taken(f"{at}.composattn_fingerprint()")
-            self._demand(f"len({said}[1]) == {len(leaves)}")
-            self.key.append(f"{said}[0]")
-            for place, leaf in enumerate(leaves):
-                self._leaf(self._taken(f"{said}[1][{place}]"), leaf)
+            self._fingerprinted(at, value)
         elif kind in (types.FunctionType, types.MethodType, functools.partial):
             self._function(at, value, depth + 1)
         else:
             raise Unfit
+
+    def _fingerprinted(self, at: str, value: Any) -> None:
+        """An object that says itself what it reads."""
+        kind = type(value)
+        self._demand_kind(at, kind)
+        _, leaves = value.composattn_fingerprint()
+        of_its_kind = [known for known in self.met if type(known[1]) is kind]
+        if not (leaves and leaves[0] is value) and not self._is_known(at, value, of_its_kind):
+            self.met.append((at, value))
+        said = self._taken(f"{at}.composattn_fingerprint()")
+        self._demand(f"len({said}[1]) == {len(leaves)}")
+        self.key.append(f"{said}[0]")
+        for place, leaf in enumerate(leaves):
+            self._leaf(self._taken(f"{said}[1][{place}]"), leaf)
 
     def _is_known(self, at: str, value: Any, among: list[tuple[str, Any]]) -> bool:
         """Which of them it is, or none: a mod may ask whether two things are one."""

@@ -164,12 +164,12 @@ class Reading:
                 return made_of([self.real(item) for item in value.items])
         if isinstance(value, variables.ConstDictVariable):
             return {key.vt.as_python_constant(): self.real(item) for key, item in value.items.items()}
-        is_object = isinstance(value, UserDefinedObjectVariable)
-        if is_object and isinstance(value.value, Scalar):
-            return self._leaf(value, value.value)
-        if is_object and _is_mod(value.python_type()):
-            parts = [self.real(value.var_getattr(self.tx, name)) for name in ("form", "leaves", "name")]
-            return value.python_type().formed(*parts)
+        if isinstance(value, UserDefinedObjectVariable):
+            if isinstance(value.value, Scalar):
+                return self._leaf(value, value.value)
+            kind: Any = value.python_type()
+            if _is_mod(kind):
+                return kind.formed(*[self.real(value.var_getattr(self.tx, n)) for n in ("form", "leaves", "name")])
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
             return value.as_python_constant()
         raise _Unknown(value)

@@ -290,16 +290,20 @@ def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
         return _folded(row, dtype, args)
 
 
+def _as_tensors(row: Op, dtype: DType, args: tuple[Expr, ...]) -> list[torch.Tensor]:
+    values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
+    if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
+        return [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]
+    return values
+
+
 def _folded(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
     if dtype is not DType.FLOAT and any(a.dtype is DType.INT64 and not -(2**63) <= a.attr < 2**63 for a in args):
         return const(_EXACTLY[row.name](*(a.attr for a in args)))
-    values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
-    if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
-        values = [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]
     if args[-1].dtype.is_integer:
         _check_constant(row.name, dtype, args[-1])
     try:
-        value = row.torch(*values).item()
+        value = row.torch(*_as_tensors(row, dtype, args)).item()
     except RuntimeError as error:  # integer division by zero and their like
         raise TypeMismatch(f"{row.name} of constants {[a.attr for a in args]}: {error}") from error
     if dtype is DType.INT32 and not -(2**31) <= value < 2**31:

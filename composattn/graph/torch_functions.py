@@ -414,10 +414,15 @@ def constant(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return made if kwargs.get("device") is None else func(*args, **kwargs)
 
 
+def _given(args: Any, kwargs: Any) -> list[Any]:
+    """What a tensor is made of: a size, if there is one, and the value."""
+    return [*args, *(v for k, v in kwargs.items() if k not in ("dtype", "device", "requires_grad", "pin_memory"))]
+
+
 def _wrapped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """torch.tensor(x) of a value that the mod computes or captures: that value, without a gradient unless it is x."""
     name = func.__name__
-    given = [*args, *(v for k, v in kwargs.items() if k not in ("dtype", "device", "requires_grad", "pin_memory"))]
+    given = _given(args, kwargs)
     value = given[-1]
     if isinstance(value, (list, tuple)) and name in ("tensor", "as_tensor", "asarray"):
         value = _joined(value)

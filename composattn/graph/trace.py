@@ -56,21 +56,25 @@ class Guard(TorchFunctionMode):
             return _property(func, tensors[0])
         if name in ("__set__", "__delete__") and tensors:
             return refuse(errors.InPlaceWrite, "a mod can't write to a tensor")
-        writes = tensors and name.endswith("_") and not name.endswith("__")
-        if name in ("__getitem__", "__setitem__") or symbols or writes:
+        if name in ("__getitem__", "__setitem__") or symbols:
             return torch_call(func, args, kwargs)
-        if name == "unbind" and args[1:] in ((), (0,)) and tensors and tensors[0].ndim:  # `low, high = bounds`
-            return tuple(read_at(capture_of(tensors[0]), (), i) for i in range(len(tensors[0])))
         if not tensors:
             return _own(func(*args, **kwargs))
-        if name in SHAPE_QUESTIONS:
-            return func(*args, **kwargs)
-        if name == "detach":
-            return detach_tensor(tensors[0])
-        return torch_call(func, args, kwargs)
+        return _of_tensors(func, name, tensors[0], args, kwargs)
 
 
 GUARD = Guard()
+
+
+def _of_tensors(func: Any, name: str, first: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """A function of captured tensors, `first` among them, and of no traced value."""
+    if name == "unbind" and args[1:] in ((), (0,)) and first.ndim:  # `low, high = bounds`
+        return tuple(read_at(capture_of(first), (), i) for i in range(len(first)))
+    if name in SHAPE_QUESTIONS:
+        return func(*args, **kwargs)
+    if name == "detach":
+        return detach_tensor(first)
+    return torch_call(func, args, kwargs)
 
 
 def _property(func: Any, tensor: torch.Tensor) -> Any:

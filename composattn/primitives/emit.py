@@ -250,6 +250,17 @@ class Evaluator:
             if node.op == "read" and self.rate(node) in often:
                 self._read_ahead(node)
 
+    def _has_room(self, node: Expr, tensor: Any, modes: int, count: int, elements: int) -> bool:
+        """Whether so many numbers, read at positions of `modes`, wait in registers for all elements; then they do."""
+        rows = self.tile.shape.rows
+        if modes == 1:
+            # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
+            return node.dtype is not DType.BOOL and (rows == 1 or 3 * count <= 2 * elements)
+        registers = self.ahead_in_registers + Pairs.registers(tensor, count)
+        waits = modes == 2 and rows > 1 and count == elements and registers <= MOST_AHEAD
+        self.ahead_in_registers = registers if waits else self.ahead_in_registers
+        return waits
+
     def _read_ahead(self, node: Expr) -> None:
         shape = self.tile.shape
         modes = [mode for mode, a in enumerate(node.args) if not _is_fixed(a, shape.of_one_head)]
@@ -260,14 +271,7 @@ class Evaluator:
         offsets = {m: sorted({self.offset(form, *rc) for rc in each}) for m, form in zip(modes, forms, strict=True)}
         count = math.prod(map(len, offsets.values()))
         tensor = self.leaves.captured[self.mods.capture_slot[node.attr]]
-        if len(modes) == 1:
-            # of 2 q + kv a tile has as many as elements, and registers for none of them to wait in
-            waits = node.dtype is not DType.BOOL and (shape.rows == 1 or 3 * count <= 2 * len(each))
-        else:
-            registers = self.ahead_in_registers + Pairs.registers(tensor, count)
-            waits = len(modes) == 2 and shape.rows > 1 and count == len(each) and registers <= MOST_AHEAD
-            self.ahead_in_registers = registers if waits else self.ahead_in_registers
-        if not waits:
+        if not self._has_room(node, tensor, len(modes), count, len(each)):
             return
         indices = [None if mode in modes else self.value(a) for mode, a in enumerate(node.args)]
         for mode, form in zip(modes, forms, strict=True):

@@ -24,6 +24,7 @@ _LARGEST = 31.0
 # tanh(x) / x in x² up to there: absolute error of tanh 2.4e-7, in fp32 3.2e-7
 NEAR = 1.0
 _NEAR_TANH = (0.99999685, -0.33324003, 0.132535204, -0.050972739, 0.016114042, -0.00283940975)
+_OF_TWO = {"add": "sums", "sub": "differences", "mul": "products"}  # as `Arithmetic` calls them
 MODERATE = 2.0**64  # constants whose product is beyond it, or below its inverse, are multiplied one after the other
 
 
@@ -52,19 +53,21 @@ class RowValues(Fixed):
             raw = [self.at.tile.values[0, c] for c in self.columns]
             scale = self.at.leaves.scale
             return list(self.arithmetic.times(raw, scale if factor is None else scale * factor))
-        if self._is_of_elements(node):
+        of_elements = self._is_of_elements(node)
+        if of_elements:
+            one = 1.0 if factor is None else factor
             rest, number = constant_factor(node)
-            number *= 1.0 if factor is None else factor
-            if rest is not None and 1.0 / MODERATE < abs(number) < MODERATE:
-                return self.of(rest, number)
+            if rest is not None and 1.0 / MODERATE < abs(number * one) < MODERATE:
+                return self.of(rest, number * one)
             if node.op == "tanh":
-                return self.tanh(node.args[0], 1.0 if factor is None else factor)
+                return self.tanh(node.args[0], one)
         if factor is not None:
             return list(self.arithmetic.times(self.of(node), Float32(factor)))
-        if self._is_of_elements(node) and node.op in ("add", "sub", "mul"):
-            x, y = (self.of(a) for a in node.args)
-            name = {"add": "sums", "sub": "differences", "mul": "products"}[node.op]
-            return getattr(self.arithmetic, name)(x, y)  # type: ignore[no-any-return]
+        if of_elements and node.op in _OF_TWO:
+            return getattr(self.arithmetic, _OF_TWO[node.op])(*map(self.of, node.args))  # type: ignore[no-any-return]
+        return self._one_by_one(node)
+
+    def _one_by_one(self, node: Expr) -> list[Any]:
         if node.dtype.is_integer and not node.is_const:
             return [Float32(self.at.as_float(node, 0, c)) for c in self.columns]
         return [Float32(convert(self.at.value(node, 0, c), DType.FLOAT)) for c in self.columns]

@@ -75,8 +75,8 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     case = {"dense": _dense_case, "varlen": draw_varlen, "paged": draw_paged}[layout](site, dim, v_dim)
     mask = draw_mask(site) if choices.integer(0, 4) else None
     score = draw_score(site) if choices.integer(0, 3) else None
-    if choices.integer(0, 9) == 0:  # a mask in the old style; last, because what follows must not see the infinity
-        score = HIDING if score is None else score >> HIDING
+    if choices.integer(0, 9) == 0:
+        score = _hiding(score)
     scale = choices.choice((None, None, 0.1, 0.5))
     flows = choices.choice(("both", "both", "out", "lse")) if space.gradients else "none"
     case = dataclasses.replace(
@@ -93,10 +93,10 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
         parts += words
     if space.eight_bits and choices.integer(0, 1):
         case, flows = with_eight_bits(site, case), "none"
-        parts.append(f"scales {[tuple(s.shape) if isinstance(s, torch.Tensor) else s for s in case.scales]}")
-    name = f"{', '.join(parts)}, {describe(case)}"
-    name += "" if flows in ("both", "none") else f", through {flows} only"
-    return dataclasses.replace(case, name=name)
+        parts.append(_scales(case))
+    parts.append(describe(case))
+    parts += [f"through {flows} only"] * (flows in ("out", "lse"))
+    return dataclasses.replace(case, name=", ".join(parts))
 
 
 DROPS = {torch.float16: (5.0,), torch.bfloat16: (5.0, 8.0), torch.float32: (8.0, 14.0), torch.float64: (14.0, 30.0)}
@@ -104,6 +104,15 @@ DROPS = {torch.float16: (5.0,), torch.bfloat16: (5.0, 8.0), torch.float32: (8.0,
 
 Every head's sinks together, as errors count by the largest one of a whole tensor.
 """
+
+
+def _hiding(score: Any) -> Any:
+    """A mask in the old style; last, because what follows must not see the infinity."""
+    return HIDING if score is None else score >> HIDING
+
+
+def _scales(case: Case) -> str:
+    return f"scales {[tuple(s.shape) if isinstance(s, torch.Tensor) else s for s in case.scales]}"
 
 
 def _with_light_keys(site: Site, case: Case) -> tuple[Case, str]:

@@ -43,11 +43,11 @@ def by_strips(posed: Posed) -> Found:
     problem, program = posed.problem, posed.program
     if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
         return Nothing()
-    there = [strips for strips in (strips_of(program.mask, apart) for apart in WIDTHS) if strips is not None]
-    refused = [_not_served(problem, program, strips) for strips in there]
-    served = [strips for strips, why in zip(there, refused, strict=True) if not why]
+    there = filter(None, (strips_of(program.mask, apart) for apart in WIDTHS))
+    refused = {strips: _not_served(problem, program, strips) for strips in there}
+    served = [strips for strips, why in refused.items() if not why]
     if not served:
-        return Nothing(next(iter(refused), ""))
+        return Nothing(next(iter(refused.values()), ""))
     cuts = [_cut(posed, strips) for strips in served]
     visits = [visited(each.problem, each.program, of, _tile(each)) for each, of in zip(cuts, served, strict=True)]
     best = len(served) - 1 if visits[-1] <= NARROW * visits[0] else 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -147,14 +148,18 @@ class FusedGradient:
                 'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
                 "whose gradients are"
             )
+        if True not in known.wanted[3:]:
+            return *self._launched(known, scalars, sequences), *[None] * len(self.program.captures)
+        return self._with_captured(known, scalars, sequences)
+
+    def _with_captured(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+        """All gradients, where captured tensors want one."""
         captures, wanted = self.program.captures, known.wanted
-        if True not in wanted[3:]:
-            return *self._launched(known, scalars, sequences), *[None] * len(captures)
         asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
         summed = frozenset(c for c in asked if c in self.fusable)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
-        of_sink = [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
+        of_sink = self._of_sink(asked, known)
         sinks = self._values_of_sinks(known) if of_sink else None
         if summed:
             grads, found = self._summed(known, scalars, sequences, summed, sinks)
@@ -163,10 +168,13 @@ class FusedGradient:
         if sinks is not None:
             self._add_sinks(found, of_sink, sinks[1], known)
         if len(found) < len(asked):
-            also = [want and c not in found for c, want in zip(captures, wanted[3:], strict=True)]
-            streamed = self._streamed(known._replace(wanted=(False, False, False, *also)), scalars, sequences)
-            found |= {c: g for c, g, want in zip(captures, streamed[3:], also, strict=True) if want}
+            others = [c in asked and c not in found for c in captures]
+            found |= self._streamed(known, others, scalars, sequences)
         return (*grads, *(found.get(c) for c in captures))
+
+    def _of_sink(self, asked: Sequence[Capture], known: BackwardInputs) -> list[Capture]:
+        """Those whose gradient through the sink statistics of rows give; none where there is no pair."""
+        return [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
 
     def _launched(
         self,
@@ -257,14 +265,19 @@ class FusedGradient:
         keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
         return more * unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
-    def _streamed(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
+    def _streamed(
+        self, known: BackwardInputs, wanted: list[bool], scalars: Sequence[float | int], sequences: Sequences
+    ) -> dict[Capture, torch.Tensor | None]:
+        """The gradients of the `wanted` ones of the captured tensors, tile by tile in PyTorch."""
+        known = known._replace(wanted=(False, False, False, *wanted))
         refresh(self.program.captures)
         streaming = Streaming(DerivedMods(self.program, self.scale), scalars, sequences)
-        if known.partial:
-            return streaming.backward(known._replace(dout=known.dout.to(known.out.dtype)))
-        # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
-        out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
-        return streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
+        out = known.out
+        if not known.partial:
+            # finds the tiles to visit; its output, from fp32 products, also serves better than the rounded one
+            out, *_ = streaming.forward(known.q, known.k, known.v, known.captured)
+        grads = streaming.backward(known._replace(out=out, dout=known.dout.to(out.dtype)))
+        return dict(compress(zip(self.program.captures, grads[3:], strict=True), wanted))
 
 
 def _add(
