@@ -12,7 +12,7 @@ if importlib.util.find_spec("cutlass") is None:
     raise SystemExit
 
 from composattn.backends.fused.running.emulated import emulating
-from composattn.emulator.cluster import LATE, random_mode
+from composattn.emulator.mode import LATE, random_mode
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 2, 200, 64, dtype=torch.bfloat16) for _ in range(3))

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from composattn.emulator.agents import Agents
 from composattn.emulator.barriers import Knowledge, MBarrier, NamedBarrier
 from composattn.emulator.findings import BarrierMisuse
-from composattn.emulator.gang import Gang
 from composattn.emulator.memory import RANK, SharedMemory
 from composattn.emulator.tensor_memory import EmulatedTensorMemory, TensorUnits
-
-if TYPE_CHECKING:
-    from composattn.emulator.cluster import Cluster
-    from composattn.emulator.program import PtxProgram
-    from composattn.emulator.ptx import Instr
 
 Array = np.ndarray[Any, Any]
 NAMED_BARRIERS = 16  # of a block
@@ -58,10 +53,9 @@ class BulkStores(Groups):
 class ThreadBlock:
     """State of one block of a cluster. `rank` is its place in the cluster, `index` its block index in the grid."""
 
-    def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+    def __init__(self, cluster: Agents, rank: int, index: tuple[int, int, int]) -> None:
         self.cluster, self.rank, self.index = cluster, rank, index
-        self.program: PtxProgram = cluster.program
-        self.launch = cluster.launch
+        self.program, self.launch = cluster.program, cluster.launch
         threads = int(np.prod(self.launch.block))
         self.warps = (threads + 31) // 32
         self.first_agent = rank * cluster.warps_per_block
@@ -77,18 +71,15 @@ class ThreadBlock:
         first = cluster.tensor_agent + 3 * self.first_agent
         self.tensor_units = [TensorUnits(first + 3 * w) for w in range(self.warps)]
         self.pair_steps: list[str] = []  # what it has come to that its peer must do as well
-        self.rendezvous: dict[int, dict[int, tuple[Gang, Instr]]] = {}
+        self.rendezvous: dict[int, dict[int, tuple[Any, Any]]] = {}  # gangs of a warpgroup, and where they stand
+        self.pair: list[ThreadBlock] = []  # the two blocks that multiply together, the even rank first
         self.cluster_tickets: dict[int, int] = {}
         given = self.program.launch_registers(self.warps)
         # of each warp, registers per thread, and whether setmaxnreg asked for them; of all warps together
         self.registers, self.asked, self.pool = [given] * self.warps, [False] * self.warps, 32 * given * self.warps
-        self.file = self.program.take_file(self, self.warps * 32)
+        lanes = self.warps * 32
+        self.file = self.program.take_file(lanes, _specials(self, lanes), self.shared_base)
         self.views = self.file.views
-
-    @property
-    def pair(self) -> list[ThreadBlock]:
-        """The two blocks that multiply together, the even rank first."""
-        return self.cluster.blocks[self.rank & ~1 : (self.rank & ~1) + 2]
 
     @cached_property
     def tensor(self) -> EmulatedTensorMemory:
@@ -133,3 +124,29 @@ class ThreadBlock:
         if number not in self.named:
             self.named[number] = NamedBarrier(str(number), self.cluster.agents)
         return self.named[number]
+
+
+def _specials(block: ThreadBlock, lanes: int) -> dict[str, Any]:
+    launch = block.launch
+    tid = np.arange(lanes)
+    bx, by, _ = launch.block
+    lane = tid % 32
+    cx, cy, cz = launch.cluster
+    out: dict[str, Any] = {
+        "%tid.x": tid % bx, "%tid.y": tid // bx % by, "%tid.z": tid // (bx * by),
+        "%laneid": lane, "%warpid": tid // 32, "%cluster_ctarank": block.rank, "%cluster_nctarank": cx * cy * cz,
+        "%smid": 0, "%nsmid": launch.sms, "%gridid": 0, "%clock": 0, "%clock_hi": 0, "%clock64": 0,
+        "%globaltimer": 0, "%globaltimer_lo": 0, "%dynamic_smem_size": launch.dynamic_shared,
+        "%total_smem_size": block.program.shared_size(launch.dynamic_shared),
+        "%lanemask_eq": 1 << lane, "%lanemask_lt": (1 << lane) - 1, "%lanemask_le": (2 << lane) - 1,
+        "%lanemask_gt": (2**32 - 1) ^ ((2 << lane) - 1), "%lanemask_ge": (2**32 - 1) ^ ((1 << lane) - 1),
+    }  # fmt: skip
+    for i, axis in enumerate("xyz"):
+        out[f"%ntid.{axis}"] = launch.block[i]
+        out[f"%ctaid.{axis}"] = block.index[i]
+        out[f"%nctaid.{axis}"] = launch.grid[i]
+        out[f"%cluster_ctaid.{axis}"] = block.index[i] % launch.cluster[i]
+        out[f"%cluster_nctaid.{axis}"] = launch.cluster[i]
+        out[f"%clusterid.{axis}"] = block.index[i] // launch.cluster[i]
+        out[f"%nclusterid.{axis}"] = launch.grid[i] // launch.cluster[i]
+    return out

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.findings import UnknownLaunch
-from composattn.emulator.launch import Launch
 from composattn.emulator.program import PtxProgram, load
+from composattn.emulator.request import Launch
 from composattn.emulator.tensormap import TensorMap
 from composattn.emulator.text import compile_ptx
 

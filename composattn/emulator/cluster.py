@@ -4,82 +4,32 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from composattn.emulator.barriers import Knowledge, NamedBarrier
+from composattn.emulator.agents import Agents
+from composattn.emulator.barriers import NamedBarrier
 from composattn.emulator.block import ThreadBlock
 from composattn.emulator.findings import AsyncAtExit, Deadlock, Finding, TensorAllocation
-from composattn.emulator.gang import EXIT, NOWHERE, Gang, Meeting, Path, Wait
+from composattn.emulator.gang import EXIT, NOWHERE, Gang, Meeting, Path
 from composattn.emulator.ledger import Unordered
+from composattn.emulator.mode import Mode
+from composattn.emulator.program import PtxProgram
+from composattn.emulator.request import Launch
+from composattn.emulator.waits import PendingCopy, Wait
 
-if TYPE_CHECKING:
-    from composattn.emulator.launch import Launch
-    from composattn.emulator.program import PtxProgram
-
-MAX_BARRIERS = 192  # mbarriers a cluster may initialise
 SPIN = 1_000  # nodes a gang may run without blocking before the others get a turn
 IDLE = 2_000  # nodes a cluster may run with no barrier, copy or global store before other clusters get a turn
 
 
-@dataclass(frozen=True)
-class Mode:
-    """When asynchronous operations complete and who runs next. `late`: as late as the waits allow, last issued first.
-
-    With a `seed` the schedule is random: single warps in random order, copies complete at random moments.
-    `fenced_reads`: a copy over what plain loads have read wants a fence.proxy.async on the way from these. An arrival
-    does not wait for them, so without one they are in time only where what was read has been used before.
-    """
-
-    late: bool = False
-    seed: int | None = None
-    warps_together: int = 4
-    fenced_reads: bool = False
-
-    def __str__(self) -> str:
-        if self.seed is not None:
-            return f"random({self.seed})"
-        return "late" if self.late else "eager"
-
-
-EAGER = Mode()
-LATE = Mode(late=True)
-
-
-def random_mode(seed: int) -> Mode:
-    return Mode(late=True, seed=seed, warps_together=1)
-
-
-@dataclass
-class PendingCopy:
-    """A copy under way: `run` completes it."""
-
-    run: Callable[[], None]
-    what: str
-
-
-class Cluster:
+class Cluster(Agents):
     """All blocks of one cluster and everything that happens in it."""
 
     def __init__(self, program: PtxProgram, launch: Launch, origin: tuple[int, int, int], mode: Mode) -> None:
-        self.program, self.launch, self.mode = program, launch, mode
-        cx, cy, cz = launch.cluster
-        self.ranks = list(range(cx * cy * cz))
+        super().__init__(program, launch, mode)
+        cx, cy, _ = launch.cluster
         threads = int(np.prod(launch.block))
-        self.warps_per_block = (threads + 31) // 32
-        warps = self.warps_per_block * len(self.ranks)
-        groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
-        self.grid_agent = 2 * warps + groups  # known by who waited for the kernels before, at clock 1
-        self.tensor_agent = self.grid_agent + 1  # three a warp: its multiplies, its loads, its stores
-        self._next_agent = self.tensor_agent + 3 * warps
-        self.agents = self._next_agent + MAX_BARRIERS
-        clocks = np.zeros((warps, Knowledge.ROWS, self.agents), np.int32)
-        self.knowledge = [Knowledge(mine) for mine in clocks]
-        self.known, self.fenced, self.far = clocks[:, 0], clocks[:, 1], clocks[:, 4]
-        self.known[np.arange(warps), np.arange(warps)] = 1
         self.barrier = NamedBarrier("cluster", self.agents)
         self.pending: list[PendingCopy] = []
         self.random = random.Random(mode.seed)
@@ -89,6 +39,8 @@ class Cluster:
             ThreadBlock(self, r, (origin[0] + r % cx, origin[1] + r // cx % cy, origin[2] + r // (cx * cy)))
             for r in self.ranks
         ]  # fmt: skip
+        for block in self.blocks:
+            block.pair = self.blocks[block.rank & ~1 : (block.rank & ~1) + 2]
         self.gangs: list[Gang] = []
         self.finished: list[Gang] = []
         step = mode.warps_together
@@ -101,12 +53,6 @@ class Cluster:
                 self.gangs.append(Gang(block, low, high, [Path(0, mask, NOWHERE)]))
 
     # --- names for messages --------------------------------------------------------------------------------
-
-    def new_barrier_agent(self) -> int:
-        if self._next_agent >= self.agents:
-            raise Finding(f"more than {MAX_BARRIERS} mbarriers in one cluster: the emulator keeps no clocks for more")
-        self._next_agent += 1
-        return self._next_agent - 1
 
     def agent_name(self, agent: int) -> str:
         for block in self.blocks:
@@ -300,11 +246,11 @@ class Cluster:
             return whole
         except Unordered as e:
             race = e.ledger.race(e, self.agent_name(e.agent))
-            raise type(race)(str(race), f"{g}, {self.program.place(n, g)}") from None
+            raise type(race)(str(race), f"{g}, {self.program.place(n, g.at)}") from None
         except Finding as e:
             if e.place:
                 raise
-            raise type(e)(str(e), f"{g}, {self.program.place(n, g)}") from None
+            raise type(e)(str(e), f"{g}, {self.program.place(n, g.at)}") from None
 
     def _stands_alone(self, g: Gang, path: Path, node: Any) -> bool:
         """Runs an instruction that may wait for others. False if it does, or if warps part before or behind it."""

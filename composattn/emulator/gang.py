@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from composattn.emulator.findings import CollectiveMismatch, MissingTensorWait, RegisterInFlight
+from composattn.emulator.block import ThreadBlock
+from composattn.emulator.findings import MissingTensorWait, RegisterInFlight
 from composattn.emulator.flow import EXIT
 from composattn.emulator.ptx import Instr
-
-if TYPE_CHECKING:
-    from composattn.emulator.block import ThreadBlock
+from composattn.emulator.waits import Wait
 
 Array = np.ndarray[Any, Any]
 NOWHERE = -2  # the meeting point of a path that never diverged
-
-
-@dataclass
-class Wait:
-    """Why a gang stands still. `ready` says when its instruction is worth trying again."""
-
-    ready: Callable[[], bool]
-    what: Callable[[], str]
-    may_give_up: bool = False  # a try_wait may come back with "not yet"
 
 
 @dataclass
@@ -158,24 +147,4 @@ class Gang:
         self.stack = left
 
 
-def together(g: Gang, m: Any, instr: Instr) -> Wait | None:
-    """None when g is a whole warpgroup; else g waits for its neighbours, and the last to come merges them."""
-    if m is not True:
-        raise CollectiveMismatch(f"{instr.op} under divergence: all lanes of a warpgroup execute it together")
-    if len(g.warps) == 4:
-        return None
-    block = g.block
-    table = block.rendezvous.setdefault(g.low // 4, {})
-    table[g.low] = (g, instr)
-    if any(i is not instr for _, i in table.values()):
-        text = "; ".join(f"warps {x.low}-{x.high - 1} at PTX line {i.line}" for x, i in table.values())
-        raise CollectiveMismatch(f"a warpgroup's warps stand at different instructions of a warpgroup: {text}")
-    gangs = [x for x, _ in table.values()]
-    if sum(len(x.warps) for x in gangs) == 4:
-        table.clear()
-        block.cluster.merge(gangs)
-        block.cluster.progress += 1
-    return Wait(lambda: False, lambda: f"the other warps of its warpgroup at {instr.op}")
-
-
-__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path", "Wait", "together"]
+__all__ = ["EXIT", "NOWHERE", "Gang", "Meeting", "Path"]

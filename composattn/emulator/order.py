@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from composattn.emulator.cluster import Cluster
+from composattn.emulator.mode import Mode
 from composattn.emulator.ptx import Instr
-
-if TYPE_CHECKING:
-    from composattn.emulator.cluster import Cluster, Mode
-    from composattn.emulator.program import PtxProgram
+from composattn.emulator.symbols import Symbols
 
 LATE_TOGETHER = 4  # clusters under way in late mode
 TOGETHER = 2, 3, 5, 8  # in random modes, one of these
@@ -28,7 +26,7 @@ class Order:
     One that only spins comes behind all others, and behind those that have spun before it.
     """
 
-    def __init__(self, mode: Mode, room: int, program: PtxProgram) -> None:
+    def __init__(self, mode: Mode, room: int, program: Symbols) -> None:
         self.room = room
         self.random = None if mode.seed is None else random.Random(mode.seed)
         self.together = 1

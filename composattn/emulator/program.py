@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from composattn.emulator import flow, ptx
 from composattn.emulator.codegen import Writer, is_arithmetic
 from composattn.emulator.findings import UnknownInstruction
-from composattn.emulator.memory import SHARED_START
 from composattn.emulator.opcodes.effects import find_effect, find_sync
 from composattn.emulator.ptx import Imm
-from composattn.emulator.registers import POISON_32, RegisterRows, Views
-
-if TYPE_CHECKING:
-    from composattn.emulator.block import ThreadBlock
-    from composattn.emulator.gang import Gang
+from composattn.emulator.registers import POISON_32, Views
+from composattn.emulator.symbols import Symbols
 
 Array = np.ndarray[Any, Any]
-PARAM_WINDOW = 0x6000_0000_0000
-SHARED_WINDOW = 0x5000_0000_0000
 REGISTERS = 1 << 16  # of an SM
 KEPT = 6  # programs kept for another launch, a forward and its gradient; one takes 50 to 100 MB with its registers
 _PROGRAMS: dict[str, PtxProgram] = {}
 
 
-class PtxProgram:
+class PtxProgram(Symbols):
     """What stays the same between launches of one PTX text."""
 
     def __init__(self, text: str) -> None:
-        self.kernel = ptx.parse(text)
-        self.rows = RegisterRows(self.kernel)
+        super().__init__(ptx.parse(text))
         self.nodes = flow.cut(self.kernel, lambda i: find_sync(i) is not None)
-        self.param_offset: dict[str, int] = {}
-        at = 0
-        for p in self.kernel.params:
-            at = (at + p.align - 1) // p.align * p.align
-            self.param_offset[p.name] = at
-            at += p.size
-        self.param_size = at
-        self.shared_offset: dict[str, int] = {}
-        at = SHARED_START
-        for s in sorted(self.kernel.shared, key=lambda s: s.size == 0):  # dynamic memory comes last
-            at = (at + s.align - 1) // s.align * s.align
-            self.shared_offset[s.name] = at
-            at += s.size
-        self._shared_end = at
         asked = [i.args[0].value for i in self.kernel.code if i.parts[0] == "setmaxnreg" and isinstance(i.args[0], Imm)]
         self._most_registers = max(asked, default=0)
         self._files: dict[int, list[RegisterFile]] = {}
@@ -96,33 +75,24 @@ class PtxProgram:
         """
         return min(REGISTERS // self.kernel.resident // (32 * warps) // 8 * 8, self._most_registers)
 
-    def shared_size(self, dynamic: int) -> int:
-        return self._shared_end + dynamic
-
-    def place(self, n: int, g: Gang | None = None) -> str:
+    def place(self, n: int, at: ptx.Instr | None = None) -> str:
+        """Where a gang stands; `at`: the last instruction with an effect that it executed."""
         node = self.nodes[n]
-        if g is not None and g.at is not None and g.at in node.code:
-            return g.at.where()
+        if at is not None and at in node.code:
+            return at.where()
         return (node.code[0] if node.code else node.branch or self.kernel.code[0]).where()
 
     # --- the register file of a block ----------------------------------------------------------------------
 
-    def take_file(self, block: ThreadBlock, lanes: int) -> RegisterFile:
+    def take_file(self, lanes: int, specials: dict[str, Any], shared_base: int) -> RegisterFile:
         """A register file as a block finds it; give it back with `free`."""
         pool = self._files.setdefault(lanes, [])
         file = pool.pop() if pool else RegisterFile(self, lanes)
-        file.reset(_specials(block, lanes), block.shared_base)
+        file.reset(specials, shared_base)
         return file
 
     def free(self, file: RegisterFile) -> None:
         self._files[file.lanes].append(file)
-
-    def address(self, name: str) -> int:
-        if name in self.param_offset:
-            return PARAM_WINDOW + self.param_offset[name]
-        if name in self.shared_offset:
-            return self.shared_offset[name]
-        raise UnknownInstruction(f"symbol {name} is neither a parameter nor a shared array")
 
 
 class RegisterFile:
@@ -131,7 +101,7 @@ class RegisterFile:
     Registers start as a pattern that is NaN as a float, so that a value nobody wrote shows.
     """
 
-    def __init__(self, program: PtxProgram, lanes: int) -> None:
+    def __init__(self, program: Symbols, lanes: int) -> None:
         self.rows, self.lanes = program.rows, lanes
         rows = program.rows
         count = rows.count
@@ -165,32 +135,6 @@ class RegisterFile:
         if (low, high) not in self._views:
             self._views[low, high] = Views(self.banks, low, high)
         return self._views[low, high]
-
-
-def _specials(block: ThreadBlock, lanes: int) -> dict[str, Any]:
-    launch = block.launch
-    tid = np.arange(lanes)
-    bx, by, _ = launch.block
-    lane = tid % 32
-    cx, cy, cz = launch.cluster
-    out: dict[str, Any] = {
-        "%tid.x": tid % bx, "%tid.y": tid // bx % by, "%tid.z": tid // (bx * by),
-        "%laneid": lane, "%warpid": tid // 32, "%cluster_ctarank": block.rank, "%cluster_nctarank": cx * cy * cz,
-        "%smid": 0, "%nsmid": launch.sms, "%gridid": 0, "%clock": 0, "%clock_hi": 0, "%clock64": 0,
-        "%globaltimer": 0, "%globaltimer_lo": 0, "%dynamic_smem_size": launch.dynamic_shared,
-        "%total_smem_size": block.program.shared_size(launch.dynamic_shared),
-        "%lanemask_eq": 1 << lane, "%lanemask_lt": (1 << lane) - 1, "%lanemask_le": (2 << lane) - 1,
-        "%lanemask_gt": (2**32 - 1) ^ ((2 << lane) - 1), "%lanemask_ge": (2**32 - 1) ^ ((1 << lane) - 1),
-    }  # fmt: skip
-    for i, axis in enumerate("xyz"):
-        out[f"%ntid.{axis}"] = launch.block[i]
-        out[f"%ctaid.{axis}"] = block.index[i]
-        out[f"%nctaid.{axis}"] = launch.grid[i]
-        out[f"%cluster_ctaid.{axis}"] = block.index[i] % launch.cluster[i]
-        out[f"%cluster_nctaid.{axis}"] = launch.cluster[i]
-        out[f"%clusterid.{axis}"] = block.index[i] // launch.cluster[i]
-        out[f"%nclusterid.{axis}"] = launch.grid[i] // launch.cluster[i]
-    return out
 
 
 def load(text: str) -> PtxProgram:

@@ -36,7 +36,7 @@ def balanced(expr: Expr) -> Expr:
 
 
 def _inside(nodes: list[Expr]) -> set[Expr]:
-    """Operations whose only user is another one of their kind."""
+    """Operations of logic whose only user is another one of their kind."""
     users = Counter(a for node in nodes for a in node.args)
     return {a for n in nodes if _is_logic(n) for a in n.args if a.op == n.op and users[a] == 1}
 

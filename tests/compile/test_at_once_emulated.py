@@ -17,7 +17,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, sliding_window, softcap
 from composattn.testing import Case, check
 from tests.support import outlier_normal, sampled

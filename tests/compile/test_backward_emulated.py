@@ -29,9 +29,9 @@ from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.hopper.key_tile import HopperBackwardBlock
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import SharedRace, UninitialisedGlobal
 from composattn.emulator.launch import Stream
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods import document
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score

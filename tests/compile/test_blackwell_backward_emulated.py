@@ -17,7 +17,7 @@ import composattn as ca
 from composattn.backends.fused.planning.cut import Cut
 from composattn.backends.fused.running.emulated import emulating
 from composattn.backends.fused.tiles.target import BLACKWELL
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import masks
 from composattn.mods.masks import causal, document, sliding_window
 from composattn.mods.scores import alibi, softcap

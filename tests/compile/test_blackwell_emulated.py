@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document
 from composattn.mods.scores import alibi, softcap
 from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case

@@ -24,7 +24,7 @@ from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.errors import InvalidSchedule
 from composattn.mods import causal, softcap
 from composattn.mods.mask import Mask

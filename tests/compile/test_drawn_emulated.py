@@ -25,7 +25,7 @@ from composattn.backends.hopper.forward_table import GUESSES_STAYS, STAYS
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, sliding_window
 from composattn.mods.scores import alibi, softcap
 from composattn.testing.tolerance import Case, check

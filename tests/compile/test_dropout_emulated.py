@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.backends.fused.running.emulated import emulating
 from composattn.call.schedule import Schedule
-from composattn.emulator.cluster import LATE, random_mode
+from composattn.emulator.mode import LATE, random_mode
 from composattn.mods import causal, softcap
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
 

@@ -19,7 +19,7 @@ from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import softcap
 from tests.support import outlier_normal
 

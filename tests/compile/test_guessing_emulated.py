@@ -21,7 +21,7 @@ from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.maxima import BY_SUMS, BY_SUMS_WIDE
 from composattn.backends.hopper.tiling import GUESSING, RowSteps
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
 from composattn.primitives.rescale_threshold import ALWAYS_RESCALE

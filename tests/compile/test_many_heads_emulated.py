@@ -15,10 +15,11 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.backends.fused.planning import plan, plan_backward
 from composattn.backends.fused.running import emulated
-from composattn.emulator.cluster import Mode
 from composattn.emulator.findings import LaunchRefused
-from composattn.emulator.launch import Launch, Result
+from composattn.emulator.launch import Result
+from composattn.emulator.mode import Mode
 from composattn.emulator.program import PtxProgram
+from composattn.emulator.request import Launch
 from composattn.mods import causal, document
 from composattn.testing.tolerance import Case, check
 

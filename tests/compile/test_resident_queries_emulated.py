@@ -19,7 +19,7 @@ from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import AUTO
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods import causal, sliding_window
 from composattn.mods.mask import Mask
 from tests.support import outlier_normal

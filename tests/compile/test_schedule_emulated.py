@@ -21,7 +21,7 @@ from composattn.backends.hopper.forward_choice import tiling_of_form
 from composattn.backends.hopper.forward_table import DOCUMENTS, GUESSES_STAYS, SMALL, STAYS
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from tests.support import outlier_normal, sampled

@@ -20,7 +20,7 @@ from composattn.backends.fused.running.emulated import emulating
 from composattn.backends.fused.tiles import segments
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, document
 from composattn.primitives.padded_tiles import PaddedTiles

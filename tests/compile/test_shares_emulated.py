@@ -20,7 +20,7 @@ from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from tests.support import outlier_normal
 
 FEW = dataclasses.replace(HOPPER, sms=3)  # 8 tiles: a round of whole ones, and three shares of five

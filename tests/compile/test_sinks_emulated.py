@@ -19,7 +19,7 @@ from composattn.backends.fused.running.emulated import emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal
 from composattn.mods.sink import Sink
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case

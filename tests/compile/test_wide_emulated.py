@@ -17,7 +17,7 @@ import composattn as ca
 from composattn import errors
 from composattn.backends.fused.running.emulated import emulating
 from composattn.call.schedule import Schedule
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, neighborhood, relative_bias, sliding_window, softcap
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
 from tests.support import on_few_sms, sampled

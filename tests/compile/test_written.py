@@ -22,7 +22,7 @@ from composattn.backends.fused.tiles.written import Written
 from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import EAGER
+from composattn.emulator.mode import EAGER
 from composattn.mods import causal
 from tests.compile.test_backward_emulated import CASES, check
 from tests.support import outlier_normal

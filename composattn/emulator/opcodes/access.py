@@ -14,9 +14,9 @@ from composattn.emulator.opcodes.alu_row import DTYPES, WIDTH
 from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
 from composattn.emulator.opcodes.registry import Handler, address, effect, pick, source, target, words_of
 from composattn.emulator.ptx import Discard, Imm, Instr, Mem, Reg, Sym, Vec
+from composattn.emulator.symbols import PARAM_WINDOW, SHARED_WINDOW
 
 Array = np.ndarray[Any, Any]
-SHARED_WINDOW, PARAM_WINDOW = 0x5000_0000_0000, 0x6000_0000_0000
 _ORDER = {"relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "cluster", "sys", "volatile", "weak", "nc", "ca",
           "cg", "cs", "lu", "cv", "wb", "wt", "L1::no_allocate", "L1::evict_last", "L1::evict_first",
           "L1::evict_normal", "L1::evict_unchanged", "L2::cache_hint", "L2::128B", "L2::64B", "L2::256B", "v2", "v4",

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.barriers import Knowledge
-from composattn.emulator.cluster import PendingCopy
 from composattn.emulator.findings import BadDescriptor, Misaligned, MissingProxyFence, UnknownInstruction
 from composattn.emulator.memory import covering
-from composattn.emulator.opcodes.access import PARAM_WINDOW, check_finished, own_offset, resolve_block
+from composattn.emulator.opcodes.access import check_finished, own_offset, resolve_block
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, words_of
 from composattn.emulator.ptx import Instr, Mem
+from composattn.emulator.symbols import PARAM_WINDOW
 from composattn.emulator.tensormap import TensorMap, swizzled_chunks
+from composattn.emulator.waits import PendingCopy
 
 Array = np.ndarray[Any, Any]
 _HINTS = {"L2::cache_hint", "mbarrier::complete_tx::bytes", "bulk_group", "tile", "tensor", "bulk", "async", "cp",

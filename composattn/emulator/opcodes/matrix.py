@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.findings import CollectiveMismatch, MissingWgmmaFence, UnknownInstruction
-from composattn.emulator.gang import Wait, together
 from composattn.emulator.opcodes.operands import (
     ELEMENT,
     Descriptor,
@@ -27,6 +26,7 @@ from composattn.emulator.opcodes.operands import (
 )
 from composattn.emulator.opcodes.registry import Handler, literal, source, sync
 from composattn.emulator.ptx import Imm, Instr, Reg, Vec
+from composattn.emulator.waits import Wait, together
 
 Array = np.ndarray[Any, Any]
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from composattn.emulator.findings import UnknownInstruction
 from composattn.emulator.ptx import Imm, Instr, Mem, Operand, Reg, Sym
-
-if TYPE_CHECKING:
-    from composattn.emulator.program import PtxProgram
+from composattn.emulator.symbols import Symbols
 
 Array = np.ndarray[Any, Any]
 Handler = Callable[[Any, Any], Any]
@@ -61,7 +59,7 @@ def pick(row: Array, mask: Any) -> Array:
     return row if mask is True else row[mask]
 
 
-def source(program: PtxProgram, operand: Operand, view: str) -> Callable[[Any], Array]:
+def source(program: Symbols, operand: Operand, view: str) -> Callable[[Any], Array]:
     """A function that gives an operand's row in a gang."""
     bank = "p" if view == "p" else view[1:]
     got, index = program.rows.of(operand, bank)
@@ -88,7 +86,7 @@ def literal(operand: Operand, instr: Instr) -> int:
     return operand.value
 
 
-def address(program: PtxProgram, operand: Operand) -> Callable[[Any, Any], Array]:
+def address(program: Symbols, operand: Operand) -> Callable[[Any, Any], Array]:
     """A function that gives the addresses of a memory operand, for the active lanes, as int64."""
     if not isinstance(operand, Mem):
         raise UnknownInstruction(f"{operand} is not a memory operand")
@@ -113,7 +111,7 @@ def address(program: PtxProgram, operand: Operand) -> Callable[[Any, Any], Array
     return run
 
 
-def words_of(program: PtxProgram, op: str, known: set[str], instr: Instr) -> None:
+def words_of(program: Symbols, op: str, known: set[str], instr: Instr) -> None:
     """Raises unless all words of an opcode are known ones: a form that is not emulated must not pass for another."""
     unknown = [w for w in op.split(".") if w not in known]
     if unknown:

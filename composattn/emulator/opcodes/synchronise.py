@@ -15,7 +15,6 @@ from composattn.emulator.findings import (
     RegistersExhausted,
     UnknownInstruction,
 )
-from composattn.emulator.gang import Wait, together
 from composattn.emulator.opcodes.access import own_offset, resolve_block
 from composattn.emulator.opcodes.registry import (
     Handler,
@@ -29,6 +28,7 @@ from composattn.emulator.opcodes.registry import (
     words_of,
 )
 from composattn.emulator.ptx import Discard, Instr, Mem, Pair, Reg
+from composattn.emulator.waits import Wait, together
 
 Array = np.ndarray[Any, Any]
 _SCOPES = {"shared", "shared::cta", "shared::cluster", "b64", "release", "acquire", "relaxed", "cta", "cluster"}

@@ -21,12 +21,12 @@ from composattn.emulator.findings import (
     TensorLanes,
     UnknownInstruction,
 )
-from composattn.emulator.gang import Wait
 from composattn.emulator.ledger import Unordered
 from composattn.emulator.opcodes.access import shared_store
 from composattn.emulator.opcodes.registry import Handler, address, effect, literal, pick, source, sync, words_of
 from composattn.emulator.ptx import Discard, Instr, Mem, Reg, Vec
 from composattn.emulator.tensor_memory import COLUMNS, GROUP, EmulatedTensorMemory
+from composattn.emulator.waits import Wait
 
 Array = np.ndarray[Any, Any]
 

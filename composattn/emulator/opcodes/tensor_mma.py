@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from composattn.emulator.barriers import Knowledge
-from composattn.emulator.cluster import PendingCopy
 from composattn.emulator.findings import BadDescriptor, CollectiveMismatch, PairMismatch, UnknownInstruction
 from composattn.emulator.opcodes.access import resolve_block
 from composattn.emulator.opcodes.operands import (
@@ -30,6 +29,7 @@ from composattn.emulator.opcodes.synchronise import who
 from composattn.emulator.opcodes.tensor_access import in_order
 from composattn.emulator.ptx import Imm, Instr, Mem, Vec
 from composattn.emulator.tensor_memory import LANES
+from composattn.emulator.waits import PendingCopy
 
 Array = np.ndarray[Any, Any]
 _KINDS = {"kind::f16": {0: "f16", 1: "bf16"}, "kind::f8f6f4": {0: "e4m3", 1: "e5m2"}}

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from composattn.emulator.cluster import EAGER, Mode
-from composattn.emulator.launch import Launch, Result, Stream, run
+from composattn.emulator.launch import Result, Stream, run
+from composattn.emulator.mode import EAGER, Mode
 from composattn.emulator.program import PtxProgram
+from composattn.emulator.request import Launch
 from composattn.emulator.tensormap import TensorMap
 
 HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"

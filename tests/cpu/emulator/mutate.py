@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.findings import Finding, UnknownInstruction
 from composattn.emulator.launch import Result
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.program import PtxProgram
 from composattn.emulator.ptx import Imm, Instr, Operand, PtxKernel, Reg, Vec, parse
 

@@ -11,8 +11,8 @@ import torch
 
 from composattn.emulator import findings
 from composattn.emulator.capture import Captured
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.launch import Stream
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.tensormap import TensorMap
 from tests.cpu.emulator.harness import execute, module
 

@@ -21,7 +21,7 @@ import torch
 
 import composattn as ca
 from composattn.call.schedule import ORDERS
-from composattn.emulator.cluster import EAGER, LATE, random_mode
+from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
 from composattn.testing.parts import draw_part

@@ -12,8 +12,8 @@ import torch
 
 from composattn.emulator import findings
 from composattn.emulator.capture import Captured
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
 from composattn.emulator.launch import run
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.program import load
 
 pytestmark = pytest.mark.skipif(

@@ -22,8 +22,8 @@ import torch
 import composattn as ca
 from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
-from composattn.emulator.cluster import Mode
 from composattn.emulator.launch import Result, run
+from composattn.emulator.mode import Mode
 from composattn.emulator.program import PtxProgram
 from composattn.mods import causal
 from tests.cpu.emulator.mutate import MODES, Trial, Verdict, judge

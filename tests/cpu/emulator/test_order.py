@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from composattn.emulator import findings
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.order import Order
 from composattn.emulator.program import PtxProgram
 from tests.cpu.emulator.harness import execute, module

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from composattn.emulator.capture import Captured
-from composattn.emulator.cluster import EAGER, LATE, random_mode
 from composattn.emulator.launch import run
+from composattn.emulator.mode import EAGER, LATE, random_mode
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"

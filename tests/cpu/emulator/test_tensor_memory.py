@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from composattn.emulator import findings
-from composattn.emulator.cluster import EAGER, LATE, Mode, random_mode
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from tests.cpu.emulator.harness import execute, module
 
 MODES = [EAGER, LATE, random_mode(1), random_mode(2)]

@@ -15,9 +15,9 @@ import torch
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....emulator.capture import Captured
-from ....emulator.cluster import EAGER, Mode
 from ....emulator.findings import EmulationTooLarge
 from ....emulator.launch import Result, Stream
+from ....emulator.mode import EAGER, Mode
 from ....emulator.text import compile_ptx
 from ..compiling import disk_cache
 from ..compiling.compile import content_hash, uncollected

@@ -173,7 +173,7 @@ class FusedGradient:
         return (*grads, *(found.get(c) for c in captures))
 
     def _of_sink(self, asked: Sequence[Capture], known: BackwardInputs) -> list[Capture]:
-        """Those whose gradient through the sink statistics of rows give; none where there is no pair."""
+        """Whose gradient through the sink is wanted, which statistics of rows give; none where there is no pair."""
         return [c for c in asked if c in self.of_sink] if known.k.numel() and known.q.numel() else []
 
     def _launched(
