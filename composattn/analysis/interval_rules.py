@@ -33,10 +33,6 @@ def _i_add(x: Ints, y: Ints) -> Ints:
     return Ints(*_ends(torch.add, x, y), math.gcd(x.step, y.step), x.residue + y.residue, width)
 
 
-def _i_neg(x: Ints) -> Ints:
-    return Ints(*_ends(torch.neg, x)[::-1], x.step, -x.residue, x.width)
-
-
 def _i_sub(x: Ints, y: Ints) -> Ints:
     width = None if x.width is None or y.width is None else x.width + y.width
     low = x.low - y.high
@@ -309,14 +305,6 @@ def _not(x: Bools) -> Bools:
     return Bools(x.no, x.yes)
 
 
-def _and(x: Bools, y: Bools) -> Bools:
-    return Bools(x.yes & y.yes, x.no | y.no)
-
-
-def _or(x: Bools, y: Bools) -> Bools:
-    return Bools(x.yes | y.yes, x.no & y.no)
-
-
 def _xor(x: Bools, y: Bools) -> Bools:
     return Bools((x.yes & y.no) | (x.no & y.yes), (x.yes & y.yes) | (x.no & y.no))
 
@@ -326,7 +314,8 @@ def _both_kinds(name: str, rule: Callable[..., Any]) -> dict[tuple[str, type], C
 
 
 RULES: dict[tuple[str, type], Callable[..., Any]] = {
-    ("add", Ints): _i_add, ("sub", Ints): _i_sub, ("neg", Ints): _i_neg, ("mul", Ints): _i_mul,
+    ("add", Ints): _i_add, ("sub", Ints): _i_sub, ("mul", Ints): _i_mul,
+    ("neg", Ints): lambda x: Ints(*_ends(torch.neg, x)[::-1], x.step, -x.residue, x.width),
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
     ("fmod", Ints): _i_fmod, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
     ("and", Ints): _i_and, ("square", Ints): _squared(_i_mul), ("square", Floats): _squared(_f_mul),
@@ -352,8 +341,9 @@ RULES: dict[tuple[str, type], Callable[..., Any]] = {
     **_both_kinds("lt", _lt), **_both_kinds("gt", lambda x, y: _lt(y, x)), **_both_kinds("le", _le),
     **_both_kinds("ge", lambda x, y: _le(y, x)), **_both_kinds("eq", _eq),
     **_both_kinds("ne", lambda x, y: _not(_eq(x, y))),
-    ("not", Bools): _not, ("and", Bools): _and, ("or", Bools): _or, ("xor", Bools): _xor,
-    ("ne", Bools): _xor, ("eq", Bools): lambda x, y: _not(_xor(x, y)),
+    ("and", Bools): lambda x, y: Bools(x.yes & y.yes, x.no | y.no),
+    ("or", Bools): lambda x, y: Bools(x.yes | y.yes, x.no & y.no),
+    ("not", Bools): _not, ("xor", Bools): _xor, ("ne", Bools): _xor, ("eq", Bools): lambda x, y: _not(_xor(x, y)),
 }  # fmt: skip
 
 

@@ -201,32 +201,18 @@ def attend(
     """(out, lse, max_scores, saved), max_scores empty unless asked for; see the file's head."""
     if copies.made:
         refuse_outdated(captured)
-    with derived_for_graph():
-        return _attended(q, k, v, captured, lengths, hints, form, plan, with_max)
-
-
-def _attended(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    lengths: Sequence[torch.Tensor | None],
-    hints: Sequence[int],
-    form: str,
-    plan: int,
-    with_max: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     now = object()
-    bound = _bound(form, plan, captured, hints, now)
-    planned = bound.planned
-    inputs = Inputs.unflatten(q, k, v, lengths, hints)
-    check_contents(inputs)
-    with bound.around, autocast_off(q):
-        check_blocks(planned._tables)
-        check_reads(planned.program, inputs, planned.options.scale)
-        call = _differentiable(planned, None, inputs, with_max)
-        with no_caching():
-            out, lse, top = call.forward(q, k, v, call.read(bound.replaced(captured)))
+    with derived_for_graph():
+        bound = _bound(form, plan, captured, hints, now)
+        planned = bound.planned
+        inputs = Inputs.unflatten(q, k, v, lengths, hints)
+        check_contents(inputs)
+        with bound.around, autocast_off(q):
+            check_blocks(planned._tables)
+            check_reads(planned.program, inputs, planned.options.scale)
+            call = _differentiable(planned, None, inputs, with_max)
+            with no_caching():
+                out, lse, top = call.forward(q, k, v, call.read(bound.replaced(captured)))
     numbers = [_bits(s.value) for s in planned.program.scalars]
     saved = _saved(q, len(hints) - HINTS)
     if numbers:

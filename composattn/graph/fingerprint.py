@@ -303,7 +303,7 @@ class _Writer:
         self._demand_kind(at, type(value))
         self.leaves.append((at, value))
         if type(value) in TENSORS:
-            latest = self._constant((_never, 0))
+            latest = self._constant((lambda _: False, 0))
             look = self._constant(functools.partial(_looked_at, self.scope, latest))
             seen = self._taken(latest)  # taken once: another thread may put another there
             self.key.append(f"{seen}[1] if not {at}.is_nested and {seen}[0]({at}) else {look}({at})")
@@ -320,10 +320,6 @@ def _looked_at(scope: dict[str, Any], latest: str, tensor: torch.Tensor) -> int:
         number = _forms[form] = next(_numbers)
     scope[latest] = of_the_form(tensor), number
     return number
-
-
-def _never(_: torch.Tensor) -> bool:
-    return False
 
 
 _forms: dict[Hashable, int] = {}

@@ -338,10 +338,6 @@ def _written(kind: str, *forms: str) -> str:
     return f"({kind!r}, {', '.join(forms)},)"
 
 
-def _then(a: Expr, b: Expr) -> Expr:
-    return substitute(b, {score(): a})
-
-
 def _plus(a: Expr, b: Expr) -> Expr:
     """a + (b - score), without the cancellation where b is `score + bias` (inf - inf, and lost bits)."""
     s = score()
@@ -360,7 +356,7 @@ JOINS: dict[str, Callable[..., Expr]] = {
     "and": lambda a, b: apply("and", a, b),
     "or": lambda a, b: apply("or", a, b),
     "not": lambda a: apply("not", a),
-    "then": _then,
+    "then": lambda a, b: substitute(b, {score(): a}),
     "plus": _plus,
 }
 """How graphs join, by the name that forms give it."""

@@ -114,17 +114,6 @@ def _zero(out: Expr, *args: Expr) -> Partials:
     return (None,) * len(args)
 
 
-# --- torch functions with the meaning that the table needs -----------------------------------------------
-
-
-def _torch_floordiv(x: Any, y: Any) -> Any:
-    return torch.div(x, y, rounding_mode="floor")
-
-
-def _torch_truncdiv(x: Any, y: Any) -> Any:
-    return torch.div(x, y, rounding_mode="trunc")
-
-
 CASTS: dict[str, tuple[torch.dtype, DType]] = {
     "bool": (torch.bool, DType.BOOL),
     "int32": (torch.int32, DType.INT32),
@@ -184,8 +173,8 @@ _BY_ARITY: dict[int, list[Op]] = {
         Op("sub", torch.sub, _number("-"), lambda o, x, y: (const(1.0), const(-1.0)), lambda x, y: x - y),
         Op("mul", torch.mul, _same, lambda o, x, y: (y, x), lambda x, y: x * y, True),
         Op("div", torch.true_divide, _float, lambda o, x, y: (f("div", 1.0, y), f("neg", f("div", o, y))), lambda x, y: x / y),
-        Op("floordiv", _torch_floordiv, _number("//"), _zero, lambda x, y: S.floor(x / y)),
-        Op("truncdiv", _torch_truncdiv, _number("div"), _zero),
+        Op("floordiv", functools.partial(torch.div, rounding_mode="floor"), _number("//"), _zero, lambda x, y: S.floor(x / y)),
+        Op("truncdiv", functools.partial(torch.div, rounding_mode="trunc"), _number("div"), _zero),
         Op("mod", torch.remainder, _number("%"), lambda o, x, y: (const(1.0), f("neg", f("floordiv", x, y))), lambda x, y: S.Mod(x, y)),
         Op("fmod", torch.fmod, _number("fmod"), lambda o, x, y: (const(1.0), f("neg", f("truncdiv", x, y)))),
         Op("pow", torch.pow, _number("**"), _pow_partials, lambda x, y: x**y),

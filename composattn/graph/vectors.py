@@ -156,10 +156,6 @@ def _dot(x: Vector, y: Vector) -> Any:
     return _sum(lift(operator.mul, x, y))
 
 
-def _isin(x: Any, y: Vector) -> Any:
-    return _folded(operator.or_, lift(operator.eq, y, x).elements)
-
-
 def _bools(x: Vector) -> Sequence[Any]:
     return lift(lambda e: e.bool(), x).elements
 
@@ -188,7 +184,7 @@ def reduce(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name in _PRODUCTS:
         found = _dot(x, more.pop(0) if more else named.pop("y"))
     elif name == "isin":
-        found = _isin(x, more.pop(0))
+        found = _folded(operator.or_, lift(operator.eq, more.pop(0), x).elements)
     elif name in _NORMS:
         found = _norm(x, named.pop(_NORMS[name], more.pop(0) if more else 2))
     elif name in ("max", "min"):

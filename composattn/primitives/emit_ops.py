@@ -26,10 +26,6 @@ _TWO_PI_HIGH = 6.28125  # exact in 9 bits, so k * high is exact for k < 2^15
 _TWO_PI_LOW = 2.0 * math.pi - 6.28125
 
 
-def _exp(x: Any) -> Any:
-    return exp2(x * LOG2_E)  # relative error 2^-22 + |x| 2^-23
-
-
 def reciprocal(x: Any) -> Any:
     return cm.rcp(x, approx=True, ftz=True)  # 1 ulp
 
@@ -40,18 +36,12 @@ def _division(x: Any, y: Any) -> Any:
     return cm.div(Float32(x), Float32(y), full=True)  # 2 ulp over the whole range
 
 
-def _tanh(x: Any) -> Any:
-    """1 - 2 / (1 + e^2x): absolute error 2^-23. The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P."""
-    return tanh_of(x * (2.0 * LOG2_E))
-
-
 def tanh_of(exponent: Any) -> Any:
-    """tanh of a number that was multiplied by 2 log2(e)."""
+    """tanh of a number that was multiplied by 2 log2(e), 1 - 2 / (1 + e^2x): absolute error 2^-23.
+
+    The tanh instruction errs by 2^-11, times a cap of 30 is 1.5 % of P.
+    """
     return 1.0 - 2.0 * reciprocal(exp2(exponent) + 1.0)
-
-
-def _sigmoid(x: Any) -> Any:
-    return reciprocal(exp2(x * -LOG2_E) + 1.0)
 
 
 def _turns(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -193,7 +183,7 @@ CUTE: dict[str, Callable[..., Any]] = {
     "rshift": lambda x, y: x >> y,
     "isnan": lambda x: x != x if isinstance(x, Float32) else Boolean(False),
     "isinf": lambda x: _abs(x) == math.inf if isinstance(x, Float32) else Boolean(False),
-    "exp": _exp,
+    "exp": lambda x: exp2(x * LOG2_E),  # relative error 2^-22 + |x| 2^-23
     "exp2": exp2,
     "expm1": lambda x: cm.expm1(x),
     "log": lambda x: cm.log2(x, fastmath=True) * LN_2,  # absolute error 2^-22 near 1
@@ -201,8 +191,8 @@ CUTE: dict[str, Callable[..., Any]] = {
     "log1p": lambda x: cm.log1p(x),
     "sqrt": lambda x: cm.sqrt(x),
     "rsqrt": lambda x: cm.rsqrt(x),
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
+    "tanh": lambda x: tanh_of(x * (2.0 * LOG2_E)),
+    "sigmoid": lambda x: reciprocal(exp2(x * -LOG2_E) + 1.0),
     "sin": _turns(cm.sin),
     "cos": _turns(cm.cos),
     "erf": lambda x: cm.erf(x),

@@ -192,10 +192,6 @@ def _window(site: Site) -> Mask:
     return mods.sliding_window(left, align=site.choices.choice(("top_left", "bottom_right")))
 
 
-def _window_by_head(site: Site) -> Mask:
-    return mods.sliding_window(site.integers(0, site.kv_len, site.heads))
-
-
 def _prefix(site: Site) -> Mask:
     prefix: Any = site.choices.choice((_width(site), site.integers(0, site.kv_len, site.batch)))
     return mods.prefix_lm(prefix)
@@ -284,7 +280,7 @@ MASKS: tuple[Callable[[Site], Mask], ...] = (
     lambda site: mods.causal(),
     lambda site: mods.causal("bottom_right"),
     _window,
-    _window_by_head,
+    lambda site: mods.sliding_window(site.integers(0, site.kv_len, site.heads)),
     _prefix,
     _documents,
     _packed,

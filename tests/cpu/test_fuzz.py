@@ -19,8 +19,8 @@ import composattn as ca
 from composattn.backends import tiles
 from composattn.backends.tiles import TileSizes
 from composattn.testing import Space, check, make_case, random_case, run, strategies
-from composattn.testing.parts import draw_part
 from composattn.testing.site import Seeded
+from tests.case_parts import draw_part
 
 attend = functools.partial(ca.attention, backend="streaming")
 

@@ -24,9 +24,9 @@ from composattn.call.schedule import ORDERS
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
-from composattn.testing.parts import draw_part
 from composattn.testing.site import Choices, Seeded
 from composattn.testing.tolerance import assert_case_close
+from tests.case_parts import draw_part
 from tests.support import cut_as_long_ones, on_few_sms
 
 pytestmark = pytest.mark.skipif(

@@ -12,6 +12,8 @@ from ..planning.arguments import PiecesArguments, SinkArguments
 from .scratch import Memory
 
 Kernel = Callable[..., Any]
+T = torch.Tensor
+BackwardTensors = tuple[T, T, T, T, T, T, T | None, T, T, T]  # q, k, v, out, lse, dout, dlse, dq, dk, dv
 SinkGradient = tuple[torch.Tensor, torch.Tensor]  # sinks, and memory for their gradient
 Tables = tuple[torch.Tensor | None, torch.Tensor | None]  # of the tiles of queries and of keys
 
@@ -34,16 +36,7 @@ def launches(
     """
 
     def launch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        tensors: BackwardTensors,
         scale: float,
         reads: Sequence[torch.Tensor],
         numbers: Sequence[float | int],
@@ -54,6 +47,7 @@ def launches(
         of_sinks: SinkGradient | None,
     ) -> None:
         """`turns_of`: the shape of the turns in which parts of dQ are added; None: in any order."""
+        q, k, v, out, lse, dout, dlse, dq, dk, dv = tensors
         query_tiles, key_tiles = tables
         workspace, dq_accum = memory
         turns = None if turns_of is None else torch.zeros(turns_of, dtype=torch.int32, device=q.device)

@@ -18,7 +18,7 @@ from ..planning.plan_backward import COUNTER, BackwardPlans
 from ..rewrites.strips import KeyParts
 from ..tiles.segments import most_places
 from ..tiles.work import SegmentTables
-from .backward_kernels import Kernel, SinkGradient, Tables, launches
+from .backward_kernels import BackwardTensors, Kernel, SinkGradient, Tables, launches
 from .bulk import copyable
 from .captured import Reads
 from .launch import memory_like
@@ -154,33 +154,23 @@ class BackwardLauncher:
             and out.stride() in known and dout.stride() in known
         ):  # fmt: skip
             q, k, v, out, dout = self._tidied(q, k, v, out, dout)
-        self.fill(
-            *(q, k, v, out, lse, dout, dlse, dq, dk, dv),
-            *(scale, captured, scalars, sequences, made, of_sinks, tables),
-        )
+        tensors = q, k, v, out, lse, dout, dlse if self.has_dlse else None, dq, dk, dv
+        self.fill(tensors, scale, captured, scalars, sequences, made, of_sinks, tables)
         return dq, dk, dv
 
     def fill(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        tensors: BackwardTensors,
         scale: float,
         captured: Sequence[torch.Tensor],
         scalars: Sequence[float | int],
-        sequences: Sequences = NO_SEQUENCES,
-        made: Mapping[Capture, torch.Tensor] | None = None,
-        of_sinks: SinkGradient | None = None,
-        tables: Tables | None = None,
+        sequences: Sequences,
+        made: Mapping[Capture, torch.Tensor] | None,
+        of_sinks: SinkGradient | None,
+        tables: Tables | None,
     ) -> None:
         """Launches the backward of queries and keys that TMA can read as they are, into gradients that are there."""
+        q, k = tensors[:2]
         if self.reads_captured_alone:
             reads, tables = captured, NO_TABLES
         elif self.reads_nothing:
@@ -194,13 +184,12 @@ class BackwardLauncher:
         if sizes is None or sizes.of != q.shape or not self.is_dense:
             sizes = self._sizes_of(q, sequences, tables[0])
         memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
-        dlse = dlse if self.has_dlse else None
-        given = (scale, reads, scalars, lie, tables, memory, sizes.turns, of_sinks)
+        given = (tensors, scale, reads, scalars, lie, tables, memory, sizes.turns, of_sinks)
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            self.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv, *given)
+            self.launch(*given)
         else:
             with torch.cuda.device(q.device):
-                self.launch(q, k, v, out, lse, dout, dlse, dq, dk, dv, *given)
+                self.launch(*given)
         if place is not None:
             kept[place] = memory
 

@@ -74,10 +74,8 @@ def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[M
         if memory is None:
             memory, place = taken(stream or 0)
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
-        launch(
-            q, k, v, out, lse, dout, None, dq, dk, dv,
-            scale, captured, numbers, None, tables, memory, turns_of, of_sinks,
-        )  # fmt: skip
+        tensors = q, k, v, out, lse, dout, None, dq, dk, dv
+        launch(tensors, scale, captured, numbers, None, tables, memory, turns_of, of_sinks)
         if place is not None:
             kept[place] = memory
         return dq, dk, dv

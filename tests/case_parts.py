@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..call.block_sparse import Table
-from ..graph.expr import index, walk
-from ..graph.scalar import Scalar
-from ..mods.mask import Mask
-from ..mods.score import Score
-from .site import Choices
-from .tolerance import Case
+from composattn.call.block_sparse import Table
+from composattn.graph.expr import index, walk
+from composattn.graph.scalar import Scalar
+from composattn.mods.mask import Mask
+from composattn.mods.score import Score
+from composattn.testing.site import Choices
+from composattn.testing.tolerance import Case
 
 
 def draw_part(choices: Choices, case: Case) -> tuple[Case, tuple[slice, slice, slice]] | None:
