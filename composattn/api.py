@@ -168,8 +168,8 @@ class Attention(Pinned):
         if alone and not _are_functorch_transforms_active() and forward_ad._current_level < 0:
             if self._seen:
                 self._watch()
-            short_way = self.short_way_of(q, k, v)
-            out = None if short_way is None else short_way(q, k, v, None)
+            fast_path = self.fast_path_of(q, k, v)
+            out = None if fast_path is None else fast_path(q, k, v, None)
             if out is not None:
                 return out
         inputs = Inputs(q, k, v, varlen, paged)
@@ -310,8 +310,8 @@ def attention(
         keep.draw()
     planned, borrowed = planned_for(score_mod, mask_mod, sinks, keep, options)
     if asked is OUT_ALONE and varlen is None and paged is None:
-        short_way = planned.short_way_of(q, k, v)
-        out = None if short_way is None else short_way(q, k, v, borrowed)
+        fast_path = planned.fast_path_of(q, k, v)
+        out = None if fast_path is None else fast_path(q, k, v, borrowed)
         if out is not None:
             return out
     return planned(Inputs(q, k, v, varlen, paged), asked, borrowed)  # type: ignore[no-any-return]

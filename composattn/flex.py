@@ -162,7 +162,7 @@ class _Known:
     numbers: tuple[Scalar, ...]
     values: list[Any]  # of the numbers
     fits: list[Any]  # shapes, device and lengths of calls that it was checked for, the latest
-    latest: tuple[Any, ...] | None = None  # whose form is this short way's, with what else it was checked for
+    latest: tuple[Any, ...] | None = None  # whose form is this fast path's, with what else it was checked for
 
 
 _known: dict[int, _Known] = {}  # by the place of a BlockMask, for as long as it lives
@@ -221,10 +221,10 @@ def _again(
         planned, borrowed = planned_for(score_mod, known.mask_mod, None, None, options, known.said)
     else:
         planned, borrowed = planned_for(score_mod, known.mask, None, None, options)
-    short_way = planned.short_way_of(query, key, value)
-    if short_way is None:
+    fast_path = planned.fast_path_of(query, key, value)
+    if fast_path is None:
         return None
-    asked = short_way, enable_gqa, block_mask.seq_lengths
+    asked = fast_path, enable_gqa, block_mask.seq_lengths
     if asked != known.latest:
         (batch, heads, _, _), (kv_batch, kv_heads, _, _) = query.shape, key.shape
         if (heads != kv_heads and not enable_gqa) or (kv_batch == 1 < batch):
@@ -232,7 +232,7 @@ def _again(
         if mask_of(block_mask, query, key) is not known.mask:
             return None
         known.latest = asked
-    out = short_way(query, key, value, borrowed)
+    out = fast_path(query, key, value, borrowed)
     return planned(Inputs(query, key, value), OUT_ALONE, borrowed) if out is None else out
 
 

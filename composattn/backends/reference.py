@@ -104,7 +104,7 @@ class ReferenceCall:
     def __call__(self, inputs: Inputs, asked: Asked) -> Three:
         return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
 
-    def short_way(self, inputs: Inputs) -> None:
+    def fast_path(self, inputs: Inputs) -> None:
         return None
 
     def begin(

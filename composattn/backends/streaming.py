@@ -94,7 +94,7 @@ class StreamingCall:
     def __call__(self, inputs: Inputs, asked: Asked) -> Results:
         return _attention(self.mods, *inputs[:3], inputs.sequences)
 
-    def short_way(self, inputs: Inputs) -> None:
+    def fast_path(self, inputs: Inputs) -> None:
         return None
 
     def begin(

@@ -14,7 +14,7 @@ from .inputs import Asked, Inputs, Outputs
 from .problem import Problem
 from .sequences import NO_SEQUENCES, Sequences
 
-ShortWay = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
+FastPath = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
 """(q, k, v, what the call borrows) → out, of inputs of one form; None where the call has to go its whole way."""
 
 
@@ -36,7 +36,7 @@ class PreparedCall(Protocol):
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
 
-    def short_way(self, inputs: Inputs) -> ShortWay | None:
+    def fast_path(self, inputs: Inputs) -> FastPath | None:
         """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
 
     def begin(

@@ -17,7 +17,7 @@ from ..call.block_sparse import Table
 from ..call.checks import check_flag
 from ..call.eight_bits import EIGHT_BITS, refuse_narrow_gradient
 from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
-from ..call.prepared import PreparedCall, ShortWay
+from ..call.prepared import FastPath, PreparedCall
 from ..call.schedule import Schedule
 from ..graph.borrowed import Borrowed
 from ..graph.forms import of_these_forms
@@ -30,7 +30,7 @@ _LATEST = 4  # forms that are looked for one by one: 0.4 µs each, where to make
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 # whether q, k and v are of these forms, and sequences lie so
-_Met = tuple[Callable[..., bool], Any, PreparedCall, ShortWay | None]
+_Met = tuple[Callable[..., bool], Any, PreparedCall, FastPath | None]
 
 
 class CallOptions(InputOptions, total=False):
@@ -71,21 +71,21 @@ class Planned(Plans):
                 latest = () if q.is_nested or k.is_nested or v.is_nested else self._latest
             except AttributeError:  # likewise
                 latest = ()
-            for are_of_forms, then, call, short_way in latest:  # noqa: B007  which of them is what is looked for
+            for are_of_forms, then, call, fast_path in latest:  # noqa: B007  which of them is what is looked for
                 if are_of_forms(q, k, v) and lie == then:
                     break
             else:
-                call, short_way = self._met(inputs, borrowed)
+                call, fast_path = self._met(inputs, borrowed)
             # a backward below autocast reads captured tensors with it off
             apart = autocast and torch.is_grad_enabled() and self.program.captures
-            if short_way is not None and asked is OUT_ALONE and not checks.are_on and not apart:
-                out = short_way(q, k, v, borrowed)
+            if fast_path is not None and asked is OUT_ALONE and not checks.are_on and not apart:
+                out = fast_path(q, k, v, borrowed)
                 if out is not None:
                     return out
         with _NOTHING if borrowed is None else borrowed:
             return asked_of(self._called(call, inputs, asked), asked)
 
-    def short_way_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ShortWay | None:
+    def fast_path_of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> FastPath | None:
         """Gives the output of a dense call that asks for nothing else, where its form is known; each form has its own.
 
         Not to be asked below a transform: a plan that was made there knows no forms.
@@ -95,18 +95,18 @@ class Planned(Plans):
                 return None
         except AttributeError:
             return None
-        for are_of_forms, lie, _, short_way in self._latest:
-            if lie is None and short_way is not None and are_of_forms(q, k, v):
-                return short_way
+        for are_of_forms, lie, _, fast_path in self._latest:
+            if lie is None and fast_path is not None and are_of_forms(q, k, v):
+                return fast_path
         return None
 
-    def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[PreparedCall, ShortWay | None]:
-        """The call of inputs of this form, and its short way, from now on among the latest."""
+    def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[PreparedCall, FastPath | None]:
+        """The call of inputs of this form, and its fast path, from now on among the latest."""
         with _NOTHING if borrowed is None else borrowed:
             self._refuse_gradient(inputs)
             call = self.prepared(inputs)
             q, k, v, _, _ = inputs
-            met = of_these_forms(q, k, v), inputs.lie, call, call.short_way(inputs)
+            met = of_these_forms(q, k, v), inputs.lie, call, call.fast_path(inputs)
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]
 

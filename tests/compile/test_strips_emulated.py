@@ -187,7 +187,7 @@ def test_gradients_in_a_fixed_order_are_right_and_have_the_same_bits(
     call = partial(ca.attention, backend="hopper-emulated", deterministic=True)
     check(call, asked)
     found = []
-    for _ in range(3):  # the third one goes the short way
+    for _ in range(3):  # the third one takes the fast path
         leaves = [t.detach().requires_grad_() for t in (asked.q, asked.k, asked.v)]
         out = call(*leaves, mask_mod=asked.mask_mod)
         found.append(torch.autograd.grad(out, leaves, asked.dout))

@@ -218,7 +218,7 @@ def test_what_is_no_block_mask_is_refused_by_name(given: Any, generator: torch.G
 
 
 class Repeated:
-    """Calls with one BlockMask whose kernels don't run, until `attention` says no: the short way never asks it."""
+    """Calls with one BlockMask whose kernels don't run, until `attention` says no: the fast path never asks it."""
 
     def __init__(self, mod: Mod, kv_heads: int = 2, **options: Any) -> None:
         shape, shared = (1, 2, LENGTH, 16), (1, kv_heads, LENGTH, 16)

@@ -181,7 +181,7 @@ def test_a_number_that_the_host_reads_is_refused_in_a_graph(monkeypatch: pytest.
         ca.attention(x.q, x.k, x.v, **options)
 
     with without_kernels(Launched):
-        for _ in range(3):  # the short way, too
+        for _ in range(3):  # the fast path, too
             attend(mask_mod=window)
             with recording(monkeypatch), pytest.raises(GraphUnsupported, match="0-d tensor"):
                 attend(mask_mod=window)

@@ -66,8 +66,8 @@ class CallApart:
     def checks_gradient(self) -> None:
         return self.calls[0].checks_gradient
 
-    def short_way(self, inputs: Inputs) -> None:
-        """None: what a short way knows is of one launch."""
+    def fast_path(self, inputs: Inputs) -> None:
+        """None: what a fast path knows is of one launch."""
 
     def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
         return [kernel for call in self.calls for kernel in call.kernels(asked, gradient)]

@@ -13,17 +13,17 @@ from ....call.inputs import Asked, Inputs, Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ..planning.plan_backward import backward_of
 from ..tiles.architecture import architecture_of
+from .bound_call import BoundCall, is_bindable
 from .kernels import FusedAttend, FusedKernels
-from .settled import Settled, settles
 
 
 class FusedCall(FusedKernels):
     """One form of inputs, planned. Raises: as `FusedKernels`; `GradientUnsupported` when called."""
 
-    def short_way(self, inputs: Inputs) -> Settled | None:
+    def fast_path(self, inputs: Inputs) -> BoundCall | None:
         """The call of inputs of the form of these alone, of which all is known that can be."""
         q, k, v, _, _ = inputs
-        return Settled(self, q, k, v) if self._is_dense and settles(q, k, v) else None
+        return BoundCall(self, q, k, v) if self._is_dense and is_bindable(q, k, v) else None
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, _, _ = inputs

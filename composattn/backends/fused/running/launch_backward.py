@@ -63,7 +63,7 @@ class BackwardLauncher:
     ) -> None:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
-        self.has_dlse, self.is_dense = plans.preprocess.has_dlse, plans.main.layout.is_dense
+        self.is_dense = plans.main.layout.is_dense
         strips = plans.main.layout.strips
         self.key_parts = None if strips is None else KeyParts(strips)
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
@@ -129,7 +129,7 @@ class BackwardLauncher:
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
-        q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
+        q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it, else None;
         `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
         sinks: their gradient is filled in. `tables` are those that stand for what was borrowed (`Standing`): nothing
         has to be borrowed again. Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D
@@ -154,7 +154,7 @@ class BackwardLauncher:
             and out.stride() in known and dout.stride() in known
         ):  # fmt: skip
             q, k, v, out, dout = self._tidied(q, k, v, out, dout)
-        tensors = q, k, v, out, lse, dout, dlse if self.has_dlse else None, dq, dk, dv
+        tensors = q, k, v, out, lse, dout, dlse, dq, dk, dv
         self.fill(tensors, scale, captured, scalars, sequences, made, of_sinks, tables)
         return dq, dk, dv
 

@@ -19,10 +19,12 @@ from .launch_backward import NO_TABLES, BackwardLauncher, Gradients
 from .scratch import kept
 
 Memory = Callable[[torch.Tensor], torch.Tensor]
-Short = Callable[..., Gradients | None]
+BoundBackward = Callable[..., Gradients | None]
 
 
-def short_backward(launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float) -> Short | None:
+def bound_backward(
+    launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float
+) -> BoundBackward | None:
     """What launches the kernels of `launcher` for tensors of one form, which it has just had, if it can.
 
     q: of that form; `like`: make memory for the gradients of q, k, v.

@@ -23,16 +23,16 @@ from ....graph.borrowed import Borrowed
 from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
 from .backward_kernels import SinkGradient
+from .bound_backward import BoundBackward, Memory, bound_backward
 from .bulk import tidy
 from .kernels import FusedKernels
 from .launch import ForwardLauncher, form_alone, rows_of
-from .short_backward import Memory, Short, short_backward
 
 Numbers = Sequence[float | int]
 _WITH_LSE, _ALONE = (True, False), (False, False)
 
 
-def settles(*tensors: torch.Tensor) -> bool:
+def is_bindable(*tensors: torch.Tensor) -> bool:
     """Whether bulk copies can read all tensors of the form of these, but for their addresses."""
     wrapped = any(is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) for t in tensors)
     return not wrapped and all(t.numel() and tidy(t) is t for t in tensors)
@@ -50,8 +50,8 @@ def never(_: Any) -> bool:
     return False
 
 
-class Settled:
-    """A fused call of inputs of one form, for which it was asked whether it `settles`, and of their output alone."""
+class BoundCall:
+    """A fused call of inputs of one form that `is_bindable`, and of their output alone."""
 
     __slots__ = (
         "backwards",
@@ -81,7 +81,7 @@ class Settled:
         self.lse = form_alone(*rows_of(q), q.device)
         self.known: Callable[[Any], bool] = never  # whether a gradient has the form of one that was read as it came
         # by whether dQ has to be repeatable, and which captured tensors want a gradient; None: more is always asked
-        self.backwards: dict[Any, Short | None] = {}
+        self.backwards: dict[Any, BoundBackward | None] = {}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borrowed: Borrowed | None
@@ -115,16 +115,16 @@ class Settled:
         return out
 
     def learn(self, dout: torch.Tensor) -> None:
-        """From now on gradients of this form go the short way, if they can."""
-        if settles(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
+        """From now on gradients of this form take the fast path, if they can."""
+        if is_bindable(dout) and dout.dtype is self.call.problem.dtype and not torch._C._is_any_autocast_enabled():
             self.known = of_the_form(dout)
 
     def learn_backward(self, asked: Any, of_captured: Sequence[bool], q: torch.Tensor) -> None:
-        """From now on a backward that asks for this goes the short way, if it can: it was just had the long way."""
+        """From now on a backward that asks for this takes the fast path, if it can: it was just had the long way."""
         gradient = self.call.known_gradient
         launcher = None if gradient is None else gradient.launcher_before(False, of_captured)
         _, *like = self.made
-        self.backwards[asked] = None if launcher is None else short_backward(launcher, q, like, self.call.scale)
+        self.backwards[asked] = None if launcher is None else bound_backward(launcher, q, like, self.call.scale)
 
 
 def _made(call: FusedKernels, asked: tuple[bool, bool], borrowed: Borrowed | None) -> ForwardLauncher:
@@ -136,23 +136,23 @@ def _made(call: FusedKernels, asked: tuple[bool, bool], borrowed: Borrowed | Non
 
 
 # the last: borrowed tensors that tell of their writes; autograd has to know of other captured tensors
-_Known = tuple[Settled, ForwardLauncher, Numbers, Borrowed | None, Sequence[torch.Tensor] | None]
+_Known = tuple[BoundCall, ForwardLauncher, Numbers, Borrowed | None, Sequence[torch.Tensor] | None]
 
 
-class _Settled(torch.autograd.Function):
+class _BoundAttention(torch.autograd.Function):
     """Attributes of `ctx` are set where torch has a function for it that does nothing else."""
 
     @staticmethod
     def forward(ctx: Any, known: _Known, q: Any, k: Any, v: Any, *captured: Any) -> Any:
-        settled, launcher, numbers, borrowed, tensors = known
+        bound, launcher, numbers, borrowed, tensors = known
         read = captured if tensors is None else tensors
-        out, lse = settled.made[0](q), torch.empty_like(settled.lse)
-        launcher.fill(q, k, v, out, lse, None, settled.call.scale, read, numbers, NO_SEQUENCES, borrowed)
+        out, lse = bound.made[0](q), torch.empty_like(bound.lse)
+        launcher.fill(q, k, v, out, lse, None, bound.call.scale, read, numbers, NO_SEQUENCES, borrowed)
         ctx.known = known
         ctx.materialize_grads = False
         ctx.to_save = (q, k, v, out, lse, *captured)
         if captured:
-            sources = settled.call.sources(borrowed)  # of which backwards make tables again
+            sources = bound.call.sources(borrowed)  # of which backwards make tables again
             if sources:
                 ctx.to_save = (*ctx.to_save, *sources)
             ctx.read = Addresses(ctx.to_save[5:])
@@ -162,8 +162,8 @@ class _Settled(torch.autograd.Function):
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        settled, _, numbers, borrowed, tensors = ctx.known
-        call, saved, of_captured = settled.call, ctx.saved_tensors, ()
+        bound, _, numbers, borrowed, tensors = ctx.known
+        call, saved, of_captured = bound.call, ctx.saved_tensors, ()
         stands = borrowed is not None and borrowed.is_valid()
         if tensors is None:
             q, k, v, out, lse, *captured = saved
@@ -181,9 +181,9 @@ class _Settled(torch.autograd.Function):
         asked: Any = torch._C._get_deterministic_algorithms()
         if of_captured:
             asked = asked, of_captured
-        if not settled.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
-            settled.learn(dout)
-        elif short := settled.backwards.get(asked):
+        if not bound.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
+            bound.learn(dout)
+        elif run := bound.backwards.get(asked):
             of_sinks: SinkGradient | None = None
             of_learned: Grads = ()
             if of_captured:
@@ -191,7 +191,7 @@ class _Settled(torch.autograd.Function):
                 if True in of_captured:
                     of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
             standing = borrowed if stands else None
-            found = short(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
+            found = run(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
             if found is not None:
                 return (None, *found, *of_learned)
         begun, wanted = call.begun(captured, numbers, borrowed), ctx.needs_input_grad[1:]
@@ -199,11 +199,11 @@ class _Settled(torch.autograd.Function):
             of_all = gradients_of(begun, wanted, saved, dout, None)
         else:
             of_all = gradients_of(begun, (*wanted, *[False] * len(tensors)), (*saved, *tensors), dout, None)[:3]
-        if asked not in settled.backwards and settled.known(dout):
-            settled.learn_backward(asked, of_captured, q)
+        if asked not in bound.backwards and bound.known(dout):
+            bound.learn_backward(asked, of_captured, q)
         return None, *of_all
 
 
 # without what torch does in Python for `torch.func` (2 µs), and before a backward for Functions of other kinds
-_recorded = super(torch.autograd.Function, _Settled).apply
-_Settled._backward_cls.apply = _Settled.backward  # type: ignore[attr-defined]
+_recorded = super(torch.autograd.Function, _BoundAttention).apply
+_BoundAttention._backward_cls.apply = _BoundAttention.backward  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Calls of a form that is known take the short way, and what they must not take it for does not."""
+"""Calls of a form that is known take the fast path, and what they must not take it for does not."""
 
 from __future__ import annotations
 
