@@ -101,11 +101,11 @@ def test_sums_by_head_or_column_of_wide_rows_are_for_one_block() -> None:
 
 def test_regions_of_tensor_memory_never_overlap() -> None:
     with pytest.raises(ValueError, match=r"dP \(columns 100-227\) lies over|S \(columns 0-127\) lies over dP"):
-        BackwardTensorMemory(*(Columns(n, 128) for n in (0, 100, 256, 384, 100)))
+        BackwardTensorMemory(*(Columns(n, 128) for n in (0, 100, 256, 384)), (Columns(100, 128),))
     with pytest.raises(ValueError, match="leaves tensor memory"):
         dataclasses.replace(plan(128, 128).tiling, dv=192)
     with pytest.raises(ValueError, match=r"dQ \(columns 32-127\) lies over P"):
-        PairBackwardTensorMemory(*(Columns(n, 128) for n in (0, 128, 256, 384)), Columns(32, 96))
+        PairBackwardTensorMemory(*(Columns(n, 128) for n in (0, 128, 256, 384)), (Columns(32, 96),))
 
 
 @pytest.mark.parametrize("d, dv", [(136, 64), (160, 128), (192, 128), (64, 136), (128, 192)])
@@ -125,7 +125,7 @@ def test_two_blocks_share_a_tile_of_wide_heads_where_their_sums_leave_six_strips
 def test_strips_that_are_there_at_one_time_never_overlap() -> None:
     right = plan(192, 128).tiling.columns
     with pytest.raises(ValueError, match=r"P \(columns 320-383\) lies over dQ"):
-        dataclasses.replace(right, dq=Columns(352, 96))
+        dataclasses.replace(right, dq_parts=(Columns(352, 96),))
     with pytest.raises(ValueError, match=r"S \(columns 320-447\) lies over dS"):
         dataclasses.replace(right, gradients=Columns(352, 128))
     with pytest.raises(ValueError, match="leaves tensor memory"):

@@ -10,6 +10,7 @@ from ..fused.tiles.tiling import RowBackwardTiling
 from .roles import BackwardRoles
 from .tensor_memory import (
     STRIP,
+    BackwardColumns,
     BackwardTensorMemory,
     PairBackwardTensorMemory,
     QueryPairTensorMemory,
@@ -19,8 +20,6 @@ from .tensor_memory import (
 
 BARRIERS = 512  # bytes: mbarriers and single words
 PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
-
-AnyTensorMemory = BackwardTensorMemory | PairBackwardTensorMemory | WideBackwardTensorMemory | QueryPairTensorMemory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
         _ = self.columns  # refuses a map that does not fit
 
     @property
-    def columns(self) -> AnyTensorMemory:
+    def columns(self) -> BackwardColumns:
         return BackwardTensorMemory.of(self.tile_m, self.d, self.dv)
 
     @property

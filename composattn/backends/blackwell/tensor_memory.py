@@ -28,6 +28,11 @@ class Columns:
         return f"{self.first}-{self.stop - 1}"
 
 
+def in_a_row(*counts: int) -> list[Columns]:
+    """Regions of so many columns, one after the other."""
+    return [Columns(*region) for region in zip(itertools.accumulate(counts, initial=0), counts, strict=False)]
+
+
 class ColumnMap(abc.ABC):
     """Who has which columns. Raises `ValueError` where regions overlap or leave tensor memory."""
 
@@ -95,44 +100,44 @@ class TensorMemory(ColumnMap):
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardTensorMemory(ColumnMap):
+class BackwardColumns(ColumnMap):
+    """S and dP, which others come over; the sums dV and dK; parts of dQ, one after the other."""
+
+    scores: Columns
+    gradients: Columns
+    dv: Columns
+    dk: Columns
+    dq_parts: tuple[Columns, ...]
+
+    @property
+    def dq(self) -> Columns:
+        """Where all of dQ comes, or its first part."""
+        return self.dq_parts[0]
+
+    @property
+    def dq_is_apart(self) -> bool:
+        """Whether neither scores nor dP begin where dQ does."""
+        return self.dq.first not in (self.scores.first, self.gradients.first)
+
+    @property
+    def apart(self) -> int:
+        """Columns from what one group has left to the next one's: each leaves it over its own scores, or dP."""
+        return self.scores.count // GROUPS
+
+
+class BackwardTensorMemory(BackwardColumns):
     """Sᵀ and then Pᵀ, dPᵀ and then dSᵀ in one region each, two numbers in a column; dV, dK; dQ.
 
     Where no columns are left, dQ comes over dSᵀ, whose product with Q is issued before it, and the next dPᵀ waits until
     it has been read.
     """
 
-    scores: Columns
-    gradients: Columns
-    dv: Columns
-    dk: Columns
-    dq: Columns
-
     @staticmethod
     def of(queries: int, d: int, dv: int) -> BackwardTensorMemory:
         """For tiles of so many queries."""
-        used = 2 * queries + dv + d
-        return BackwardTensorMemory(
-            Columns(0, queries),
-            Columns(queries, queries),
-            Columns(2 * queries, dv),
-            Columns(2 * queries + dv, d),
-            Columns(used if used + d <= COLUMNS else queries, d),
-        )
-
-    @property
-    def apart(self) -> int:
-        """Columns from the P that one group has left to the next one's: each leaves it over its own scores."""
-        return self.scores.count // GROUPS
-
-    @property
-    def dq_is_apart(self) -> bool:
-        return self.dq.first != self.gradients.first
-
-    @property
-    def dq_parts(self) -> tuple[Columns, ...]:
-        """Where parts of dQ come, one after the other: it comes at once."""
-        return (self.dq,)
+        scores, gradients, of_dv, of_dk = in_a_row(queries, queries, dv, d)
+        first = of_dk.stop if of_dk.stop + d <= COLUMNS else gradients.first
+        return BackwardTensorMemory(scores, gradients, of_dv, of_dk, (Columns(first, d),))
 
     @cached_property
     def regions(self) -> Mapping[str, Columns]:
@@ -143,31 +148,18 @@ class BackwardTensorMemory(ColumnMap):
         return self.describe("P over S, dS over dP" if self.dq_is_apart else "P over S, dS and dQ over dP")
 
 
-@dataclasses.dataclass(frozen=True)
-class PairBackwardTensorMemory(ColumnMap):
+class PairBackwardTensorMemory(BackwardColumns):
     """Columns of each block of a pair: Sᵀ, dPᵀ, dV and dK of its keys, for all queries; dQ of half of these queries.
 
     P lies at both ends of its scores, two numbers in a column. The next dQ comes between, once all scores have been
     read. It has 64 rows: the right half of its columns lies in the upper lanes.
     """
 
-    scores: Columns
-    gradients: Columns
-    dv: Columns
-    dk: Columns
-    dq: Columns
-
     @staticmethod
     def of(queries: int, d: int, dv: int) -> PairBackwardTensorMemory:
         """For tiles of so many queries."""
-        used = 2 * queries
-        return PairBackwardTensorMemory(
-            Columns(0, queries),
-            Columns(queries, queries),
-            Columns(used, dv),
-            Columns(used + dv, d),
-            Columns(queries // 4, d // 2),
-        )
+        scores, gradients, of_dv, of_dk = in_a_row(queries, queries, dv, d)
+        return PairBackwardTensorMemory(scores, gradients, of_dv, of_dk, (Columns(queries // 4, d // 2),))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,10 +176,6 @@ class PairBackwardTensorMemory(ColumnMap):
         """Where dS is."""
         return self.gradients
 
-    @property
-    def dq_parts(self) -> tuple[Columns, ...]:
-        return (self.dq,)
-
     @cached_property
     def regions(self) -> Mapping[str, Columns]:
         return {"S": self.scores, "dP": self.gradients, "dV": self.dv, "dK": self.dk}
@@ -199,7 +187,6 @@ class PairBackwardTensorMemory(ColumnMap):
 STRIP = 32  # columns of scores, and queries of a thread, that lie side by side
 
 
-@dataclasses.dataclass(frozen=True)
 class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
     """Columns of each block of a pair where dV and dK leave six strips of `STRIP` columns, used one after the other:
 
@@ -214,14 +201,9 @@ class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
 
     @staticmethod
     def of(queries: int, d: int, dv: int) -> WidePairBackwardTensorMemory:
-        used = dv + d
-        return WidePairBackwardTensorMemory(
-            Columns(used, queries),
-            Columns(used + queries // 2, queries),
-            Columns(0, dv),
-            Columns(dv, d),
-            Columns(used + queries // 2, d // 2),
-        )
+        of_dv, of_dk, scores = in_a_row(dv, d, queries)
+        first = scores.first + queries // 2
+        return WidePairBackwardTensorMemory(scores, Columns(first, queries), of_dv, of_dk, (Columns(first, d // 2),))
 
     def __post_init__(self) -> None:
         ColumnMap.__post_init__(self)
@@ -256,35 +238,21 @@ class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
         return self.describe(f"one after the other, P {self.probabilities}, dS {self.left_gradients}")
 
 
-@dataclasses.dataclass(frozen=True)
-class WideBackwardTensorMemory(ColumnMap):
+class WideBackwardTensorMemory(BackwardColumns):
     """Sums over queries of wide rows, transposed: a lane has a column of dV or dK, of `LANES` at a time, for all keys.
 
     S and dP have a lane for each query. P and dS go to shared memory, so scores are free when they have been read. dQ
     comes in parts, one after the other to the same columns, where there are not enough for all of it.
     """
 
-    scores: Columns
-    gradients: Columns
-    dv: Columns
-    dk: Columns
-    dq_parts: tuple[Columns, ...]
-
-    dq_is_apart = True
-
     @staticmethod
     def of(keys: int, d: int, dv: int) -> WideBackwardTensorMemory:
         """For tiles of so many keys."""
-        of_dv, of_dk = (keys * -(-width // LANES) for width in (dv, d))
-        used = 2 * keys + of_dv + of_dk
+        scores, gradients, of_dv, of_dk = in_a_row(keys, keys, *(keys * -(-width // LANES) for width in (dv, d)))
+        used = of_dk.stop
         widths = [d] if used + d <= COLUMNS else [min(LANES, d - first) for first in range(0, d, LANES)]
-        return WideBackwardTensorMemory(
-            Columns(0, keys),
-            Columns(keys, keys),
-            Columns(2 * keys, of_dv),
-            Columns(2 * keys + of_dv, of_dk),
-            tuple(Columns(used, width) for width in widths),
-        )
+        parts = tuple(Columns(used, width) for width in widths)
+        return WideBackwardTensorMemory(scores, gradients, of_dv, of_dk, parts)
 
     @staticmethod
     def lane_columns(width: int) -> list[tuple[int, int]]:
@@ -304,29 +272,17 @@ class WideBackwardTensorMemory(ColumnMap):
         return self.describe(f"dQ in {parts} columns" if len(self.dq_parts) > 1 else "dQ at once")
 
 
-@dataclasses.dataclass(frozen=True)
-class QueryPairTensorMemory(ColumnMap):
+class QueryPairTensorMemory(BackwardColumns):
     """Columns of each block of a pair: S and dP of its half of the queries, for all keys; half of dVᵀ and dKᵀ.
 
     P and dS go to shared memory, dS also over dP, two numbers in a column. dQ comes in parts to where the scores were.
     """
 
-    scores: Columns
-    gradients: Columns
-    dv: Columns
-    dk: Columns
-    dq_parts: tuple[Columns, ...]
-
     @staticmethod
     def of(keys: int, d: int) -> QueryPairTensorMemory:
         """For tiles of so many keys."""
-        scores, gradients, dv, dk = (Columns(n * keys, keys) for n in range(4))
+        scores, gradients, dv, dk = in_a_row(keys, keys, keys, keys)
         return QueryPairTensorMemory(scores, gradients, dv, dk, (scores,) * (d // keys))
-
-    @property
-    def apart(self) -> int:
-        """Columns from the dS that one group has left to the next one's: each leaves it over its own dP."""
-        return self.gradients.count // GROUPS
 
     @cached_property
     def regions(self) -> Mapping[str, Columns]:

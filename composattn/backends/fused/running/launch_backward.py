@@ -129,7 +129,7 @@ class BackwardLauncher:
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
-        q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it, else None;
+        q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
         `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
         sinks: their gradient is filled in. `tables` are those that stand for what was borrowed (`Standing`): nothing
         has to be borrowed again. Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D
