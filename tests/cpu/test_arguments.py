@@ -64,9 +64,9 @@ def check(form: Any, given: Any, sizes: dict[str, int]) -> None:
 
 CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
     "self.launch": (ForwardLauncher.fill, ForwardArguments),
-    "before": (launches, PreprocessArguments),
+    "preprocess": (launches, PreprocessArguments),
     "main": (launches, MainArguments),
-    "after": (launches, PostprocessArguments),
+    "postprocess": (launches, PostprocessArguments),
     "gather": (launches, GatherArguments),
     "join": (launches, StripJoinArguments),
 }

@@ -180,7 +180,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         else:
             if self.exists(call, self.first_number()):
                 self.share_roles(call, block, warp)
-            else:  # the kernel behind waits for this one alone, which must not end before the one in front
+            else:  # the postprocess waits for this one alone, which must not end before the one in front
                 cute.arch.griddepcontrol_wait()
                 self.pass_by(call, self.first_number(), warp == 0)
 

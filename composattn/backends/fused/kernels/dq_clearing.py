@@ -1,6 +1,6 @@
 """A warp of the backward that clears sums of dQ, tile after tile, while others begin to compute.
 
-In the kernel before it takes 30 us (16k tokens, hidden size 2048), a quarter of the small kernels' time. Here tiles are
+In the preprocess it takes 30 us (16k tokens, hidden size 2048), a quarter of the small kernels' time. Here tiles are
 handed out by a counter, in the order in which heads are worked on; whoever loads queries waits until their head's tiles
 are all clear. The warps of whichever blocks run clear all there is, so nobody waits for a block that has not started.
 """

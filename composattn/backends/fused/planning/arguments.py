@@ -115,7 +115,7 @@ class SinkArguments(NamedTuple):
     """Arguments of preprocess and postprocess where sinks have a gradient; see `kernels.around.sink_sums`."""
 
     sinks: Any  # (Hq,) as captured, or fp32 (B * Hq,) where each sequence has its own
-    workspace: Any  # as of `MainArguments`, with a share of each block of the kernel before behind all else
+    workspace: Any  # as of `MainArguments`, with a share of each block of the preprocess behind all else
     gradient: Any  # like sinks
 
 

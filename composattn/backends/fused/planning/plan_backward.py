@@ -99,7 +99,7 @@ class SinkForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessPlan(TiledPlan[AnyTiling]):
-    """The kernel before it: statistics of query rows, and an empty dQ."""
+    """The preprocess: statistics of query rows, and an empty dQ."""
 
     step = "preprocess"
     has_dlse: bool
@@ -110,7 +110,7 @@ class PreprocessPlan(TiledPlan[AnyTiling]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostprocessPlan(TiledPlan[AnyTiling]):
-    """The kernel behind it that scales and rounds dQ."""
+    """The postprocess, which scales and rounds dQ."""
 
     step = "postprocess"
     sinks: SinkForm | None
@@ -119,14 +119,14 @@ class PostprocessPlan(TiledPlan[AnyTiling]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatherPlan(TiledPlan[AnyTiling]):
-    """The kernel behind it that adds up dK and dV of tiles of keys that several blocks share."""
+    """The gather, which adds up dK and dV of tiles of keys that several blocks share."""
 
     step = "backward_gather"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StripJoinPlan(Plan):
-    """The kernel behind it that adds gradients of keys by strips of an image."""
+    """The join, which adds gradients of keys by strips of an image."""
 
     step = "strip_join"
     head_dim: int
@@ -265,7 +265,7 @@ class OfKeys(TypedDict):
 
 
 class OfRows(TypedDict):
-    """What the kernels before and behind the main one have alike."""
+    """What the kernels around the main one have alike."""
 
     has_order_table: bool
     has_segments: bool

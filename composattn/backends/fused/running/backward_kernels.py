@@ -21,9 +21,9 @@ Pieces = Callable[[torch.Tensor, torch.Tensor | None], PiecesArguments]
 
 
 def launches(
-    before: Kernel,
+    preprocess: Kernel,
     main: Kernel,
-    after: Kernel,
+    postprocess: Kernel,
     gather: Kernel | None,
     join: Kernel | None,
     pieces_of: Pieces | None,
@@ -59,11 +59,11 @@ def launches(
         whole = dk, dv
         if parts_of is not None:
             dk, dv = parts_of(dk), parts_of(dv)
-        before(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks)
+        preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks)
         main(
             q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars
         )  # fmt: skip
-        after(dq_accum, dq, scale, sequences, query_tiles, sinks)
+        postprocess(dq_accum, dq, scale, sequences, query_tiles, sinks)
         if gather is not None:
             gather(pieces, dk, dv, sequences)
         if join is not None:

@@ -1,1 +1,1 @@
-"""Kernels before and behind the main one, with no tensor core: statistics, rounding, sums of parts."""
+"""Preprocess, postprocess, and what adds up parts: kernels around the main one, with no tensor core."""

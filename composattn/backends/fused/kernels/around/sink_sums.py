@@ -1,7 +1,7 @@
 """Gradients of sinks, beside those of queries: shares of the blocks before a backward, added up behind it.
 
-d sink is the sum of -exp(sink - LSE)·D over rows (`composattn.backends.sinks`). The kernel before has both of each row
-in registers, so its blocks leave one number each; the kernel behind adds them in an order that never changes.
+d sink is the sum of -exp(sink - LSE)·D over rows (`composattn.backends.sinks`). The preprocess has both of each row
+in registers, so its blocks leave one number each; the postprocess adds them in an order that never changes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SinkSums(Bundle):
         shares = shares_of(*where, cute.size(sinks), given.query_tiles)
         return SinkSums(sinks, shares, gradient, plan.sinks.by_sequence)
 
-    # --- in the kernel before: a block per tile of queries and head ------------------------------------------
+    # --- in the preprocess: a block per tile of queries and head -------------------------------------------
 
     def of_rows(self, blocks: QueryBlocks, head: Int32, b: Int32) -> Float32:
         """The sink of these, in log2 units."""
@@ -63,7 +63,7 @@ class SinkSums(Bundle):
     def _number(self, blocks: QueryBlocks, head: Int32, b: Int32) -> Int32:
         return b * blocks.counts()[1] + head if self.by_sequence else head
 
-    # --- in the kernel behind it -----------------------------------------------------------------------------
+    # --- in the postprocess ----------------------------------------------------------------------------------
 
     @cute.jit
     def add_up(self, blocks: cutlass.Constexpr[QueryBlocks]):
