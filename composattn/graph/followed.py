@@ -444,6 +444,13 @@ _OF_TENSORS = {
 _SEQUENCES = (variables.TupleVariable, variables.ListVariable)
 
 
+def _is_of_tensors(func: Any, args: Any, given: list[Any]) -> bool:
+    """Whether a function that is given tensors is an operation on them; a dict looks up by identity, with none."""
+    if args and isinstance(args[0].realize(), variables.ConstDictVariable):
+        return False
+    return func.__hash__ and func in _OF_TENSORS and any(_is_tensor(a, func in _TO_TEXT) for a in given)
+
+
 def _is_tensor(value: Any, or_holds: bool) -> bool:
     if or_holds and isinstance(value.realize(), _SEQUENCES):
         return any(_is_tensor(item, True) for item in value.items)
@@ -476,12 +483,7 @@ def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
         func, given = self.as_python_constant(), [*args, *kwargs.values()]
-        looks_up = bool(args) and isinstance(
-            args[0].realize(), variables.ConstDictVariable
-        )  # by identity, no operation
-        of_tensors = func.__hash__ and func in _OF_TENSORS and any(_is_tensor(a, func in _TO_TEXT) for a in given)
-        of_tensors = of_tensors and not looks_up
-        if not of_tensors and not any(map(_is_traced, given)):
+        if not _is_of_tensors(func, args, given) and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)
         reading.tx = tx
         try:
