@@ -16,6 +16,7 @@ Source: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAtte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class Streaming:
         delta = (dout * out).sum(-1)
         delta = delta if dlse is None else delta - form.statistics(dlse).unflatten(1, heads)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        dq, dk, dv = (torch.zeros_like(x, dtype=q.dtype) for x in (q, k, v))
+        dq, dk, dv = map(functools.partial(torch.zeros_like, dtype=q.dtype), (q, k, v))
         totals = self._totals(wanted[3:], q)
         slopes = [(read, d) for read, d in self.mods.read_slopes if id(read.attr.tensor) in totals]
         for step, visited in zip(self.steps(form.parts, q, k, captured), self.visited, strict=True):
