@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from benchmarks.model.loops import roles
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan
-from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import TARGETS
 from composattn.call.schedule import Schedule
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
@@ -85,18 +83,6 @@ def test_a_kernel_that_keeps_its_tensor_memory_is_not_lean(folder: Path) -> None
         "".join(text.rpartition("bar.sync")[::2]),
     ):
         assert kept != text and not frees_what_it_allocates(kept, 512)
-
-
-@pytest.mark.slow
-def test_blocks_that_take_over_tiles_ask_for_them_and_compile_lean(folder: Path) -> None:
-    stays = MORE["causal-persistent-d128"]
-    takes = dataclasses.replace(stays, tiling=dataclasses.replace(stays.tiling, takes_over=True))  # type: ignore[call-arg]
-    asked = "clusterlaunchcontrol.try_cancel"
-    assert asked in compile_offline(takes, folder).ptx and asked not in compile_offline(stays, folder).ptx
-    assert "that of a block not started yet" in str(takes) and "not started" not in str(stays)
-    check_lean(compile_offline(takes, folder))
-    with pytest.raises(ValueError, match="of persistent blocks"):
-        dataclasses.replace(stays.tiling, scheduler=Scheduler.ONE_TILE, takes_over=True)  # type: ignore[call-arg]
 
 
 def test_the_machine_code_is_of_the_target_that_was_asked_for(folder: Path) -> None:

@@ -1,14 +1,13 @@
 """What a block of the forward kernel has: shared memory, edges between roles, columns of tensor memory."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int128
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.swizzled_tiles import tensor_of, tile_layout
 from ...primitives.values import Fixed
 from .roles import WARPGROUP
-from .take_over import BYTES, TakeOver
 from .tcgen05 import Commits, Operand
 from .tiling import ROWS, BlackwellTiling
 
@@ -26,7 +25,6 @@ class BlackwellForwardBlock(Fixed):
         sums      softmax to correction     what O is to be multiplied by at the end, a number a row
         outputs   products to correction    what was multiplied is in O
         staged    correction to stores      O is in shared memory, or in its tensor
-        answers   launch control to all     which block's work tile is next, if blocks take over tiles
 
     Scores go where probabilities were multiplied from: products run in the order in which they were issued. A place's
     factors are free again when it has scores: the correction had read them before it let O be added to.
@@ -48,13 +46,10 @@ class BlackwellForwardBlock(Fixed):
             Edge(tiles, group, group),
             Edge(tiles, Commits(), None),
             Edge(tiles, group, None),
-            *([Edge(2, Copies(BYTES), Warps(tiling.roles.warps))] if tiling.takes_over else []),
         )
         self.edges = Edge.allocate(smem, edges)
         self.q, self.k, self.v, self.scores, self.early, self.late, *others = self.edges
-        self.factors, self.sums, self.outputs, self.staged, *answers = others
-        if tiling.takes_over:
-            self.next_tiles = TakeOver(answers[0], smem.allocate_array(Int128, 2))
+        self.factors, self.sums, self.outputs, self.staged = others
         self.columns = smem.allocate_array(Int32, 1)  # where tensor memory begins
         self.row_factors = smem.allocate_array(Float32, ROWS * places)
         self.row_sums = smem.allocate_array(Float32, ROWS * tiles)

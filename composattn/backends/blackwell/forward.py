@@ -3,7 +3,7 @@
 import dataclasses
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from ...primitives.arithmetic import IN_PAIRS
 from ...primitives.emit import Leaves
@@ -20,7 +20,6 @@ from ..fused.kernels.unit_memory.tile_copies import Store, TileLoad
 from ..fused.planning.plan import ForwardPlan
 from .block import BlackwellForwardBlock
 from .products import BlackwellForwardProducts
-from .take_over import ask_until_none_is_left
 from .tcgen05 import Lane, allocate, fragment_shape, free
 from .tiling import ROWS, BlackwellTiling
 
@@ -81,8 +80,6 @@ class BlackwellForward(Forward[BlackwellTiling]):
                 TileLoad(self, call, block).run()
             elif warp == roles.store:
                 Store(self, call, block).run()
-            elif const_expr(self.tiling.takes_over):
-                ask_until_none_is_left(block.next_tiles)
         cute.arch.sync_threads()
         if warp == roles.matrix:
             free(block.tensor_memory(), columns)

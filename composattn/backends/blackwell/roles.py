@@ -51,16 +51,6 @@ class Roles:
         return self.matrix + 2
 
     @property
-    def take_over(self) -> int:
-        """The warp that asks for the tiles of other blocks, where the block takes over such."""
-        return self.matrix + 3
-
-    @property
-    def warps(self) -> int:
-        """All that go over work tiles."""
-        return self.take_over + 1
-
-    @property
     def threads(self) -> int:
         return (self.tiles + 2) * WARPGROUP * 32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from ...call.problem import Problem
 from ...primitives.exponential_units import ExponentialUnits
 from ..fused.planning.call_class import ModsKind, mods_of
 from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
@@ -24,11 +25,21 @@ STEP = 16  # keys that one product sums over
 SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 # Of 32 columns so many take their exponentials from multiply-adds, by what a score mod computes and by D + Dv: as many
 # as leave the busiest unit the least, of what an element takes in the machine code of these kernels
-# (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed. With 32 exponentials a clock (B300) only
-# soft caps gain
-PERIOD, OTHER = 32, 4
-BY_MODS = {ModsKind.PLAIN: 10, ModsKind.LINE: 6, ModsKind.PAIRS: 8}
-BY_WIDTH = ((192, 10), (224, 8), (256, 4), (288, 2))
+# (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed
+PERIOD = 32
+PLAIN, READ, LINE = (ModsKind.PLAIN,), (ModsKind.PLAIN, ModsKind.PAIRS), (ModsKind.LINE,)
+DOUBLED = (True,)  # 32 exponentials a clock
+BY_POLYNOMIAL: tuple[tuple[int, Pattern], ...] = (
+    (2, {"mods": (ModsKind.OF_SCORE,), "doubled": DOUBLED}),
+    (0, {"doubled": DOUBLED}),
+    (22, {"mods": (ModsKind.OF_SCORE,)}),
+    (10, {"mods": PLAIN, "width": Span(0, 192)}),
+    (8, {"mods": READ, "width": Span(0, 224)}),
+    (6, {"mods": LINE, "width": Span(0, 224)}),
+    (4, {"width": Span(0, 256)}),
+    (2, {"width": Span(0, 288)}),
+    (0, {}),
+)
 # Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
 # Degree 4 errs by 4e-6.
 DEGREE = {torch.bfloat16: 3, torch.float16: 4}
@@ -39,19 +50,13 @@ class BlackwellTiling(RowForwardTiling):
     """`query_tiles` of 128 rows, each with `score_places` in tensor memory where its scores are computed.
 
     K and V lie in rings of `k_stages` and `v_stages`. Two query tiles take turns: one's softmax runs under the other's
-    products. One has two places for scores, and its next scores are computed under its softmax. `takes_over`: a
-    persistent block that is done takes over the tile of a block that was not started (cluster launch control), in
-    place of the one a grid further.
+    products. One has two places for scores, and its next scores are computed under its softmax.
     """
 
     l2: ClassVar[int] = 64 << 20
 
-    takes_over: bool = False
-
     def __post_init__(self) -> None:
         _ = self.tensor_memory  # refuses a map that does not fit
-        if self.takes_over and not self.persistent:
-            raise ValueError("takes_over is of persistent blocks, which stay for many tiles")
 
     @property
     def roles(self) -> Roles:
@@ -66,10 +71,6 @@ class BlackwellTiling(RowForwardTiling):
         return self.tensor_memory.outputs[0].first
 
     @property
-    def blocks_are_tiles(self) -> bool:
-        return self.takes_over or super().blocks_are_tiles
-
-    @property
     def region(self) -> int:
         """Numbers of a row of the shared memory that a query tile has: Q's, and later O's."""
         return max(self.d, self.dv)
@@ -82,7 +83,6 @@ class BlackwellTiling(RowForwardTiling):
         first = self.early_keys
         return {
             "roles": f"{self.roles}; {self.k_stages} stages of K, {self.v_stages} of V",
-            "next tile": "that of a block not started yet" if self.takes_over else "",
             "columns": str(self.tensor_memory),
             "overlap": f"P in {first} and {self.tile_n - first} keys, rescale {self.threshold}"
             + (", maximum from the load of scores" if self.maximum_by_load else ""),
@@ -116,13 +116,17 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     )
 
 
+class Work(NamedTuple):
+    """What exponentials run beside: `width` is D + Dv, by which products take as long."""
+
+    mods: ModsKind
+    width: int
+    doubled: bool
+
+
 def _exponential(problem: Problem, program: Program, target: Target) -> ExponentialUnits:
-    width, mods = padded(problem.head_dim) + padded(problem.head_dim_v), mods_of(program)
-    if mods is ModsKind.OF_SCORE:
-        columns = 22 if target.exp2_per_clock == 16 else 2
-    else:
-        by_width = next((columns for most, columns in BY_WIDTH if width <= most), 0)
-        columns = min(by_width, BY_MODS.get(mods, OTHER)) if target.exp2_per_clock == 16 else 0
+    width = padded(problem.head_dim) + padded(problem.head_dim_v)
+    columns = first(BY_POLYNOMIAL, Work(mods_of(program), width, target.exp2_per_clock > 16))
     return ExponentialUnits(columns, PERIOD, DEGREE[problem.dtype]) if columns else ExponentialUnits()
 
 

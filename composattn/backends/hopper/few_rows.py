@@ -18,39 +18,39 @@ BYTES_ON_THE_WAY = 128 << 10
 FULL_ROUNDS = 0.04  # of their places idle, up to which nothing is gained by equal shares
 
 
-def few_rows(call: Facts) -> HopperTiling:
+def few_rows(facts: Facts) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
 
     Two blocks on an SM, of 64 keys, or with D 64 of 128, fill each other's beginnings and ends; with D 64
     three of 64 keys have half as many places again; one of 128 keys has half as many; equal shares leave none idle, and
     take longest to end. Which is best depends on how many tiles there are.
     """
-    problem, program, widest, fixed = call.problem, call.program, call.widest, call.keys_in_order
+    problem, program, widest, fixed = facts.problem, facts.program, facts.call.widest, facts.keys_in_order
     in_order = fixed or reads_along_keys(program.score)  # these wait in registers
     small = widest == 64 and not in_order and program.keep is None  # dropout's words: 14 and 24 spilled
     tile_n = fixed or (128 if small else 64)
     blocks = 2 if widest <= (128 if tile_n == 64 else 96) and not problem.schedule.persistent else 1
-    deep = _of_few_rows(call, tile_n, blocks, 8)
+    deep = _of_few_rows(facts, tile_n, blocks, 8)
     if blocks == 1:
         return deep
     cuts = [dataclasses.replace(deep, stages=EVEN_STAGES), deep]  # the first of those that take as long
     if small:
-        cuts.append(_of_few_rows(call, 64, 3, EVEN_STAGES))
+        cuts.append(_of_few_rows(facts, 64, 3, EVEN_STAGES))
     if not in_order:
-        alone = _of_few_rows(call, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * sum(call.dims)))
+        alone = _of_few_rows(facts, 128, 1, BYTES_ON_THE_WAY // (2 * 128 * sum(facts.call.dims)))
         cuts.append(alone)
-        if _has_equal_shares(call, alone):
+        if _has_equal_shares(facts, alone):
             cuts.append(dataclasses.replace(alone, scheduler=Scheduler.STREAM_K))
-    return min(cuts, key=lambda tiling: time_of(problem, tiling, call.target).least())
+    return min(cuts, key=lambda tiling: time_of(problem, tiling, facts.target).least())
 
 
-def _has_equal_shares(call: Facts, tiling: HopperTiling) -> bool:
+def _has_equal_shares(facts: Facts, tiling: HopperTiling) -> bool:
     """Whether blocks may share all keys alike: tiles are equal, none has more than three portions, and places are idle.
 
     Where rounds are full, 128 tiles and multiples of them, shares lose up to 27 % (an end of 6 µs more than others').
     """
-    problem, sms = call.problem, call.target.sms
-    if not tiles_are_equal(problem, call.program) or problem.schedule.persistent is not None:
+    problem, sms = facts.problem, facts.target.sms
+    if not tiles_are_equal(problem, facts.program) or problem.schedule.persistent is not None:
         return False
     tiles = problem.q_heads // tiling.packed_heads * problem.batch
     few = 2 * tiles >= sms  # as one warp adds up all portions
@@ -59,20 +59,20 @@ def _has_equal_shares(call: Facts, tiling: HopperTiling) -> bool:
     return few and idle >= FULL_ROUNDS * (tiles + idle) and counted
 
 
-def _of_few_rows(call: Facts, tile_n: int, blocks: int, most: int) -> HopperTiling:
+def _of_few_rows(facts: Facts, tile_n: int, blocks: int, most: int) -> HopperTiling:
     """With as many stages as shared memory holds, up to `most`."""
-    (d, dv), problem = call.dims, call.problem
+    (d, dv), problem = facts.call.dims, facts.problem
     persistent = problem.schedule.persistent or False
-    room = call.target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
+    room = facts.target.shared_memory // blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     # of packed sequences tensors say how many rows there are
-    eight = problem.layout.q == "dense" and not call.keys_in_order and queries(problem) * slots(call.heads) <= 8
+    eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
     return HopperTiling(
         tile_m=ROWS,
         tile_n=tile_n,
         d=d,
         dv=dv,
         heads_together=problem.schedule.heads_together,
-        packed_heads=call.heads,
+        packed_heads=facts.heads,
         blocks=blocks,
         scheduler=Scheduler.STRIDE if persistent else Scheduler.ONE_TILE,
         threshold=threshold_of(problem),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
-from ..fused.planning.call_class import CallClass
+from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, ModsKind
 from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
@@ -20,7 +20,6 @@ from ..fused.tiles.traits import (
     has_opaque_test,
     keys,
     reads_any,
-    reads_by,
     sees_at_most,
     tiles_are_equal,
 )
@@ -29,18 +28,32 @@ from .forward_table import ForwardForm
 from .maxima import threshold_of
 from .tiling import GUESSING, ROWS, HopperTiling, registers_for
 
-# Columns of Q in registers by D and Dv, where there is no score mod, in blocks that stay, D 128 in others too. D 192: 3
-# to 5 % of 8k with the 80 keys that are left room for; D 128 of 1k and more: 1 to 3 %; D 256 gains nothing. None behind
-# score mods, whose values take registers too (D 192, an ALiBi window: 15 spilled)
-RESIDENT = {(192, 192): 128, (128, 128): 128, (192, 128): 192}
-HELD_KEYS = 1024  # from which D 128 holds them
-# Bytes of K and V of a head up to which heads without a mask come one after the other: their blocks run in step, and
-# want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing is gained.
-# Not with biases at pairs, which heads share: 8 heads of 8k gain 4 % at D 64, 2 at D 128
+FREE: Pattern = {"mods": (ModsKind.PLAIN,), "layout": ("dense",), "order": ("any", "fixed")}
+DENSE: Pattern = {"layout": ("dense",)}
+MASKED: Pattern = {"mask": tuple(m for m in MaskKind if m is not MaskKind.NONE)}
+# Columns of Q in registers of two warpgroups. D 128 of 1k and more: 1 to 3 %. D 192, in blocks that stay: 3 to 5 % of
+# 8k with the 80 keys that are left room for; D 256 gains nothing. None behind score mods, whose values take registers
+# too (D 192, an ALiBi window: 15 spilled)
+RESIDENT: tuple[tuple[int, Pattern], ...] = (
+    (128, FREE | {"dims": ((128, 128),), "length": Span(768, BEYOND)}),
+    (192, FREE | {"dims": ((192, 128),)}),
+    (128, FREE | {"dims": ((192, 192),)}),
+    (0, {}),
+)
+# Key/value heads that run together. Without a mask one after the other up to so many bytes of K and V: their blocks run
+# in step, and want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing
+# is gained. Not with biases at pairs, which heads share: 8 heads of 8k gain 4 % at D 64, 2 at D 128. With a mask few of
+# short ones of D 128, as others would need their keys again when these have left L2: causal 256 gains 5 %, 512 3; 1024
+# loses 2 (B 16, 16 heads)
 ONE_HEAD = 8 << 20
-# Up to so many keys so many key/value heads of D 128 with a mask, as others would need their keys again when these have
-# left L2: causal 256 gains 5 %, 512 3; 1024 loses 2 (B 16, 16 heads)
-SHORT_TOGETHER = ((256, 16), (512, 32))
+TOGETHER: tuple[tuple[int | None, Pattern], ...] = (
+    (16, MASKED | DENSE | {"widest": (128,), "length": Span(0, 256)}),
+    (32, MASKED | DENSE | {"widest": (128,), "length": Span(0, 512)}),
+    (None, MASKED),
+    (None, {"mods": (ModsKind.PAIRS,)}),
+    (1, DENSE),
+    (None, {}),
+)
 # Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
 # 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
 NARROW = 2048
@@ -65,14 +78,6 @@ class Facts:
         return packed_heads(self.problem, self.program, ROWS)
 
     @property
-    def dims(self) -> tuple[int, int]:
-        return self.call.d, self.call.dv
-
-    @property
-    def widest(self) -> int:
-        return self.call.widest
-
-    @property
     def keys(self) -> int:
         return keys(self.problem)
 
@@ -85,8 +90,8 @@ class Facts:
         """Keys of a batch-invariant tile: fewer where constants of the mask leave a row few; 0 for other calls."""
         if not self.problem.schedule.batch_invariant:
             return 0
-        few = self.widest <= 96 and sees_at_most(NARROW, self.program)
-        return 64 if few else invariant_keys(self.widest, self.program)
+        few = self.call.widest <= 96 and sees_at_most(NARROW, self.program)
+        return 64 if few else invariant_keys(self.call.widest, self.program)
 
     @property
     def most_read(self) -> int:
@@ -95,7 +100,7 @@ class Facts:
         128 keys of such biases gain 5 % of causal calls at D 64, 9 of full ones, 6 and 5 at D 128; of fp32 they lose
         57.
         """
-        return 128 if bytes_at_pairs(self.program.score) <= (2 if self.widest <= 128 else 0) else 96
+        return 128 if bytes_at_pairs(self.program.score) <= (2 if self.call.widest <= 128 else 0) else 96
 
     def registers(self, shape: Shape) -> int:
         """Registers of a thread that computes."""
@@ -125,7 +130,7 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
     shape = shape_of(form, facts.call)
     if facts.keys_by_registers(facts.registers(shape)) < facts.keys_in_order:
         shape = LESS.get(shape.kind, shape)
-    kernel, (d, dv) = shape.kernel(form), facts.dims
+    kernel, (d, dv) = shape.kernel(form), facts.call.dims
     scheduler = _scheduler(facts, form, shape)
     made = HopperTiling(
         kernel=kernel,
@@ -150,19 +155,18 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
 def _scheduler(facts: Facts, form: ForwardForm, shape: Shape) -> Scheduler:
     """One tile a block at most: D 128 loses 2 to 4 % by drawing it; wider ones that stay hold columns of Q."""
     tiles = query_tiles(facts.problem, facts.heads, ROWS * shape.warpgroups) * facts.problem.batch
-    once = form.stays and facts.widest <= 128 and tiles <= facts.target.sms
+    once = form.stays and facts.call.widest <= 128 and tiles <= facts.target.sms
     return shape.scheduler if facts.stays(shape.stays or (form.stays and not once)) else Scheduler.ONE_TILE
 
 
 def _resident(facts: Facts, shape: Shape, scheduler: Scheduler) -> int:
-    free = shape.warpgroups == 2 and facts.call.layout == "dense" and not changes_weights(facts.program)
-    long = facts.keys >= HELD_KEYS if facts.call.d == 128 else scheduler is not Scheduler.ONE_TILE
-    return RESIDENT.get(facts.dims, 0) if free and long and not facts.keys_in_order else 0
+    holds = shape.warpgroups == 2 and (facts.call.d == 128 or scheduler is not Scheduler.ONE_TILE)
+    return first(RESIDENT, facts.call) if holds else 0
 
 
 def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
-    (d, dv), registers, resident = facts.dims, facts.registers(shape), made.resident
-    rows = d + dv if made.separate_o else facts.widest
+    (d, dv), registers, resident = facts.call.dims, facts.registers(shape), made.resident
+    rows = d + dv if made.separate_o else facts.call.widest
     by_registers = facts.keys_by_registers(registers - (resident // 4 if made.frees_queries else 0))
     by_memory = keys_by_memory(facts.target, made.tile_m, rows, d + dv)
     tile_n = facts.keys_in_order or min(by_registers, by_memory, shape.keys, facts.most_read)
@@ -178,14 +182,10 @@ def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
 
 def heads_together(facts: Facts) -> int | None:
     """What is asked for, else one head where all query tiles visit the same keys and these are not too many."""
-    asked = facts.problem.schedule.heads_together
-    if asked is not None or not facts.problem.layout.is_dense:
-        return asked
-    if facts.program.mask is not None:
-        short = next((heads for most, heads in SHORT_TOGETHER if facts.keys <= most), None)
-        return short if facts.widest == 128 else None
-    few = 2 * facts.keys * sum(facts.dims) <= ONE_HEAD
-    return 1 if few and not reads_by(facts.program.score, Pattern.PAIR) else None
+    together = first(TOGETHER, facts.call)
+    if together == 1 and 2 * facts.keys * sum(facts.call.dims) > ONE_HEAD:
+        together = None
+    return facts.problem.schedule.heads_together or together
 
 
 def _shares(facts: Facts, tiling: HopperTiling) -> bool:

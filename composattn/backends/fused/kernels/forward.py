@@ -5,7 +5,7 @@ from typing import Any, Generic
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
@@ -137,24 +137,12 @@ class Role(Fixed, abc.ABC):
         number = cute.arch.block_idx()[0]
         if const_expr(not self.tiling.persistent):
             self.visit(self.work(number), slots)
-        elif const_expr(self.tiling.blocks_are_tiles):
-            self.take_over(number, slots)
         elif const_expr(self.tiling.scheduler.draws):
             self.draw_tiles(number, slots)
         else:
             while number < self.call.tiles:
                 slots = self.visit_all(number, slots)
                 number += cute.arch.grid_dim()[0]
-
-    @cute.jit
-    def take_over(self, number, slots):
-        """The block's own tile, then those of blocks that were not started, of which `next_tiles` tells."""
-        queue, lane = self.block.next_tiles, cute.arch.lane_idx()
-        turn, there = queue.first, Boolean(True)
-        while there:
-            slots = self.visit_all(number, slots)
-            number, there = queue.hear(turn, lane)
-            turn = turn.next()
 
     @cute.jit
     def draw_tiles(self, number, slots):

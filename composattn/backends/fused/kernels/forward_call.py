@@ -47,7 +47,7 @@ class Launched(NamedTuple):
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
         blocks = _numbers(self.order, self.splits, self.shares)
-        return blocks if plan.tiling.blocks_are_tiles else cutlass.min(blocks, plan.target.sms * plan.tiling.blocks)
+        return cutlass.min(blocks, plan.target.sms * plan.tiling.blocks) if plan.tiling.persistent else blocks
 
 
 def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:

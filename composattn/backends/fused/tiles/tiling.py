@@ -111,11 +111,6 @@ class ForwardTiling(Tiling):
         return slots(self.packed_heads)
 
     @property
-    def blocks_are_tiles(self) -> bool:
-        """Whether as many blocks are launched as there are work tiles, not as many as run at once."""
-        return not self.persistent
-
-    @property
     def persistent(self) -> bool:
         """Whether a block stays for many work tiles."""
         return self.scheduler is not Scheduler.ONE_TILE
