@@ -19,6 +19,9 @@ import tvm_ffi
 
 import composattn as ca
 from composattn.backends.fused.compiling.compile import compile_plan
+from composattn.backends.fused.running.quantise import rounded
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.call.eight_bits import Rounding
 from composattn.mods import causal
 from tests.cpu import test_arguments
 from tests.cpu.test_arguments import CASES, inputs
@@ -114,3 +117,19 @@ def test_launches_of_pages_in_parts_are_decoded() -> None:
     varlen = ca.Varlen(torch.tensor([0, 3], dtype=torch.int32))
     attention(q, *pages, varlen=varlen, paged=paged, return_lse=True, return_max_scores=True)
     attention.check_decoded("forward", "combine")
+
+
+@pytest.mark.parametrize("scale", ["head", "block", "token"])
+def test_launches_of_quantize_are_decoded(scale: Any) -> None:
+    kernels: list[Decoded] = []
+
+    def kernel_of(plan: Any) -> Decoded:
+        kernels.append(Decoded(plan))
+        return kernels[-1]
+
+    how = Rounding(scale, 64, hadamard=True, center=True, power_of_two=scale != "block", dtype=torch.float8_e4m3fn)
+    q, k, v = (torch.randn(2, 100, 3, 96, dtype=torch.bfloat16).transpose(1, 2)[:, :h] for h in (3, 1, 1))
+    for given in ((q, k, v), (q[:1], k[:1], v[:1, :, :1, :64])):
+        mean = given[1].float().mean(-2, keepdim=True)
+        rounded((given[0], given[1], given[2]), mean, how, HOPPER, kernel_of)
+    assert kernels and all(kernel.decoded for kernel in kernels)
