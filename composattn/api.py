@@ -211,8 +211,7 @@ class Attention(Pinned):
         if not (isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized)):
             return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
         (score, mask, sink, keep, _), options = self._state
-        seen = score is not None or sink is not None
-        call = in_eight_bits((q, k, v), (None,) * 3, None, (varlen, paged), score, options[0], seen)
+        call = in_eight_bits((q, k, v), (None,) * 3, None, (varlen, paged), score, options[0], sink is not None)
         score = None if call.score_mod is None else Score.of(call.score_mod)
         attn = Pinned((score, mask, sink, keep, call.values), options)
         return explain(attn, Inputs(call.q, call.k, call.v, varlen, paged), emulate=emulate)
@@ -342,7 +341,7 @@ def _quantised(
     """A call with tensors of 8 bits; `scales`: those of q, k and v, and out's dtype."""
     score_mod, mask_mod, sinks, keep = mods
     q_scale, k_scale, v_scale, out_dtype = scales
-    seen = score_mod is not None or sinks is not None or asked != OUT_ALONE
+    seen = sinks is not None or asked != OUT_ALONE
     call = in_eight_bits(tensors, (q_scale, k_scale, v_scale), out_dtype, where, score_mod, options[0], seen)
     inputs = Inputs(call.q, call.k, call.v, *where)
     compiling = torch.compiler.is_compiling()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.expr import const
+from ..graph.gradient import derivative
 from ..graph.sizes import surely
 from ..mods.score import Score
 from ..mods.values import Values
@@ -37,12 +39,12 @@ def in_eight_bits(
     where: tuple[Varlen | None, Paged | None],
     score_mod: Callable[..., Any] | None,
     scale: float | None,
-    scores_are_seen: bool,
+    sums_are_seen: bool,
 ) -> InEightBits:
     """The call that `tensors` (q, k, v, each a tensor or `Quantized`) and their `scales` say.
 
-    scores_are_seen: by a score mod, sinks, or who asks for LSE or the largest scores. They get k's mean back then: what
-        a row's scores share changes nothing else, and takes a pass over q.
+    sums_are_seen: by sinks, or who asks for LSE or the largest scores. They get k's mean back then, as a score mod does
+        that does more than add: what a row's scores share changes nothing else, and takes a pass over q.
 
     q of 8 bits is widened to `out_dtype`, which is exact. Where a quantised tensor asks for a gradient, all are
     dequantised, so that it flows straight through.
@@ -59,7 +61,7 @@ def in_eight_bits(
     before = [] if k.scale is None else [(of_k, k.scale)]
     behind = [] if q.scale is None else [(of_q, q.scale)]
     shift = None
-    if scores_are_seen and k.mean is not None and not surely(queries.numel() == 0):
+    if k.mean is not None and (sums_are_seen or _bends(score_mod)) and not surely(queries.numel() == 0):
         shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries, k.mean)
     read = scaled_scores(before, shift, behind)
     if read is not None:
@@ -115,6 +117,13 @@ def _out_dtype(q: Quantized, asked: torch.dtype | None) -> torch.dtype:
             f"out_dtype is of 8-bit q; q is {q.data.dtype}, and so is out: cast it, out.to({asked})"
         )
     return q.data.dtype
+
+
+def _bends(score_mod: Callable[..., Any] | None) -> bool:
+    """Whether a score that is larger by 1 may become another one than that, as ALiBi's do not."""
+    if score_mod is None or torch.compiler.is_compiling():
+        return score_mod is not None
+    return derivative(Score.of(score_mod).expr) is not const(1.0)
 
 
 def _times_mean(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

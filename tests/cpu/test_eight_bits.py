@@ -296,11 +296,15 @@ def test_the_mean_of_keys_is_given_back_where_scores_are_seen_alone(monkeypatch:
     q, k, v = (drawn(B, h, S, D, seed=n, dtype=torch.bfloat16) for n, h in enumerate((HQ, H, H)))
     made = ca.quantize(q, k + 3, v)
     wanted, _ = ca.attention(*made, mask_mod=causal(), return_lse=True)
+    added, _ = ca.attention(*made, score_mod=alibi(HQ), return_lse=True)
     monkeypatch.setattr(quantized, "_times_mean", lambda *_: pytest.fail("a pass over q for nobody"))
     torch.testing.assert_close(ca.attention(*made, mask_mod=causal()), wanted)
     torch.testing.assert_close(ca.Attention(mask_mod=causal())(*made), wanted)
+    torch.testing.assert_close(
+        ca.attention(*made, score_mod=alibi(HQ)), added
+    )  # which adds, so what all have in common stays in common
     who: list[dict[str, Any]] = [{"return_lse": True}, {"return_max_scores": True}]
-    for seen in [*who, {"sinks": torch.ones(HQ)}, {"score_mod": alibi(HQ)}]:
+    for seen in [*who, {"sinks": torch.ones(HQ)}, {"score_mod": softcap(5.0)}]:
         with pytest.raises(pytest.fail.Exception):
             ca.attention(*made, **seen)
 
