@@ -14,7 +14,7 @@ WAYS = ast.If | ast.For | ast.While | ast.IfExp | ast.ExceptHandler | ast.match_
 
 BEFORE: dict[str, int] = {
     "api.__call__": 38, "api.attention": 33, "bound_call.__call__": 21, "bound_call.backward": 20,
-    "cluster._advance": 20, "key_tile.__init__": 18, "launch_backward.__call__": 16, "plan.forward_of": 18,
+    "cluster._advance": 20, "key_tile.__init__": 18, "launch_backward.__call__": 17, "plan.forward_of": 18,
     "plan_cache._planned_by_form": 16, "plan_cache.planned_for": 24, "plan_cache.planned_of": 17,
     "planned.__call__": 21, "ready.made": 20, "work.__call__": 18,
 }  # fmt: skip

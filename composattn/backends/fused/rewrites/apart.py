@@ -1,4 +1,4 @@
-"""A call that a rewrite took apart, as several: views of its tensors go in, results come together in memory of its own.
+"""A call that a rewrite took apart, as several: views of its tensors go in, results go into views of the whole ones.
 
 Queries of the parts never overlap. Keys may, and then their gradients are sums: those of later parts are added.
 """
@@ -39,6 +39,7 @@ class GeneratedCall(PreparedCall, Protocol):
 
 Make = Callable[[Problem, Program, float, Target], GeneratedCall]
 MakePart = Callable[[Problem, Program, float], GeneratedCall]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CallApart:
@@ -74,57 +75,29 @@ class CallApart:
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, _, _ = inputs
+        begun = self.begin((), return_max_scores=asked.max_scores)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             self.checks_gradient  # noqa: B018  raises where there is none
-            return attend(self.begin((), return_max_scores=asked.max_scores), q, k, v)
-        found = [
-            self.calls[part.call](Inputs(part.queries.of(q), part.keys.of(k), part.keys.of(v)), asked)
-            for part in self.apart.parts
-        ]
-        return self.whole(q, v.shape[-1], found)
+            return attend(begun, q, k, v)
+        return begun.forward(q, k, v, ())
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
     ) -> AttendApart:
         return AttendApart(self, return_max_scores)
 
-    def whole(self, q: torch.Tensor, width: int, found: Sequence[Outputs]) -> Outputs:
-        """Results of the parts as those of all."""
-        outs, lses, tops = zip(*found, strict=True)
-        return self.of_queries(q, width, outs), self.statistics(q, lses), self.statistics(q, tops)
-
-    def of_queries(self, like: torch.Tensor, width: int, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(B, H, S, width) of what parts have of their queries, in the order of `like`; of one part not copied."""
-        if len(results) == 1:
-            return _as_they_lie(results[0])
-        return self._filled(ordered(like, width), results)
-
-    def of_keys(self, like: torch.Tensor, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(B, H, S, D) of what parts have of their keys, in the order of `like`; of one part not copied."""
-        if len(results) == 1:
-            return _as_they_lie(results[0])
-        whole = ordered(like, like.shape[-1])
-        for part, result in zip(self.apart.parts, results, strict=True):
-            place, shared = part.keys.of(whole), part.shared
-            if shared:
-                place[:, :, :shared] += result[:, :, :shared]
-            place[:, :, shared:] = result[:, :, shared:]
-        return whole
-
-    def statistics(self, q: torch.Tensor, results: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """(B, H, S) of numbers that parts have of their queries; None of none."""
-        there = [result for result in results if result is not None]
-        return self._filled(q.new_empty(q.shape[:-1], dtype=torch.float32), there) if there else None
-
-    def _filled(self, whole: torch.Tensor, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        for part, result in zip(self.apart.parts, results, strict=True):
-            part.queries.of(whole).copy_(result)
-        return whole
-
 
 def _as_they_lie(result: torch.Tensor) -> torch.Tensor:
     """(1, H, S, ...) of (sequences, H, length, ...), whose places come in turns."""
     return result.permute(1, 2, 0, 3).reshape(1, result.shape[1], -1, result.shape[-1])
+
+
+def _add_shared(grads: Grads, places: Gradients, shared: int) -> None:
+    """Gradients of keys, of which the first `shared` are sums with those of earlier parts, into their places."""
+    for grad, place in zip(grads[1:], places[1:], strict=True):
+        assert grad is not None
+        place[:, :, :shared] += grad[:, :, :shared]
+        place[:, :, shared:] = grad[:, :, shared:]
 
 
 class AttendApart:
@@ -143,25 +116,51 @@ class AttendApart:
     def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
         return ()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
-        found = [begun.forward(p.queries.of(q), p.keys.of(k), p.keys.of(v), ()) for p, begun in self._parts()]
-        out, lse, top = self.call.whole(q, v.shape[-1], found)
-        assert lse is not None
-        return out, lse, top
-
-    def backward(self, known: BackwardInputs) -> Grads:
-        q, k, v, out, lse, dout, dlse, _, _, _ = known
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> Results:
+        parts = self.call.apart.parts
+        whole = ordered(q, v.shape[-1]) if into is None and len(parts) > 1 else into
         found = []
+        for part, begun in self._parts():
+            place = None if whole is None else part.queries.of(whole)
+            found.append(begun.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), (), place))
+        outs, lses, tops = zip(*found, strict=True)
+        lse = self._statistics(q, lses)
+        assert lse is not None
+        return _as_they_lie(outs[0]) if whole is None else whole, lse, self._statistics(q, tops)
+
+    def _statistics(self, q: torch.Tensor, results: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """(B, H, S) of numbers that parts have of their queries; None of none."""
+        there = [result for result in results if result is not None]
+        if not there:
+            return None
+        whole = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for part, result in zip(self.call.apart.parts, there, strict=True):
+            part.queries.of(whole).copy_(result)
+        return whole
+
+    def backward(self, known: BackwardInputs, into: Gradients | None = None) -> Grads:
+        q, k, v, out, lse, dout, dlse, _, _, _ = known
+        alone = into is None and len(self.call.apart.parts) == 1
+        dq, dk, dv = whole = into or ((q, k, v) if alone else tuple(ordered(t, t.shape[-1]) for t in (q, k, v)))
         for p, begun in self._parts():
             of_q, of_out, of_lse, of_dout = [p.queries.of(t) for t in (q, out, lse, dout)]
             known = known._replace(q=of_q, k=p.keys.of(k), v=p.keys.of(v), out=of_out, lse=of_lse, dout=of_dout)
-            found.append(begun.backward(known._replace(dlse=None if dlse is None else p.queries.of(dlse))))
-        dq, dk, dv = zip(*found, strict=True)
-        return (
-            None if dq[0] is None else self.call.of_queries(q, q.shape[-1], dq),
-            None if dk[0] is None else self.call.of_keys(k, dk),
-            None if dv[0] is None else self.call.of_keys(v, dv),
-        )
+            known = known._replace(dlse=None if dlse is None else p.queries.of(dlse))
+            if alone:
+                return tuple(None if grad is None else _as_they_lie(grad) for grad in begun.backward(known))
+            places = p.queries.of(dq), p.keys.of(dk), p.keys.of(dv)
+            if p.shared:
+                _add_shared(begun.backward(known, (places[0], *map(torch.empty_like, places[1:]))), places, p.shared)
+            else:
+                begun.backward(known, places)
+        return whole
 
     def _parts(self) -> Iterator[tuple[Part, Any]]:
         return ((part, self.begun[part.call]) for part in self.call.apart.parts)

@@ -38,7 +38,7 @@ from ..planning.plan_backward import SinkForm, backward_of
 from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
-from .launch_backward import BackwardLauncher
+from .launch_backward import BackwardLauncher, Gradients
 
 NOTHING: frozenset[Capture] = frozenset()
 
@@ -141,15 +141,24 @@ class FusedGradient:
         made = torch.empty_like(sinks)
         return (sinks, made), (*[None] * at, made, *[None] * (len(captured) - at - 1))
 
-    def __call__(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
-        """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program."""
+    def __call__(
+        self,
+        known: BackwardInputs,
+        scalars: Sequence[float | int],
+        sequences: Sequences,
+        into: Gradients | None = None,
+    ) -> Grads:
+        """(dq, dk, dv, *d captured); captured tensors and `scalars` in the order of the program.
+
+        `into`: memory for dq, dk and dv, where no captured tensor wants a gradient.
+        """
         if torch.is_grad_enabled():
             raise GradientUnsupported(
                 'the fused backward is not differentiable itself (create_graph=True); use backend="streaming", '
                 "whose gradients are"
             )
         if True not in known.wanted[3:]:
-            return *self._launched(known, scalars, sequences), *[None] * len(self.program.captures)
+            return *self._launched(known, scalars, sequences, into=into), *[None] * len(self.program.captures)
         return self._with_captured(known, scalars, sequences)
 
     def _with_captured(self, known: BackwardInputs, scalars: Sequence[float | int], sequences: Sequences) -> Grads:
@@ -184,6 +193,7 @@ class FusedGradient:
         summed: frozenset[Capture] = NOTHING,
         made: Mapping[Capture, torch.Tensor] | None = None,
         of_sinks: SinkGradient | None = None,
+        into: Gradients | None = None,
     ) -> Grads:
         """(dq, dk, dv); of `summed` the gradients are added up in tensors of `made`, that of sinks is filled in."""
         q, k, v, out, lse, dout, dlse, captured, *_ = known
@@ -191,7 +201,8 @@ class FusedGradient:
             dout = dout.to(out.dtype)
         form = (dlse is not None, self.deterministic(), summed, of_sinks is not None)
         launcher = self._launchers.get(form) or self.launcher(*form)
-        return launcher(q, k, v, out, lse, dout, dlse, self.scale, captured, scalars, sequences, made, of_sinks)
+        given = (captured, scalars, sequences, made, of_sinks, None, into)
+        return launcher(q, k, v, out, lse, dout, dlse, self.scale, *given)
 
     def _summed(
         self,

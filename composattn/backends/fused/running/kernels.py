@@ -24,6 +24,7 @@ from ..tiles.target import Target
 from .backward_kernels import SinkGradient
 from .gradient import FusedGradient
 from .launch import ForwardLauncher
+from .launch_backward import Gradients
 
 
 class FusedKernels:
@@ -123,14 +124,23 @@ class FusedAttend:
         # what is derived is brought up to date where a kernel reads it, which not all kernels do
         return [replaced.get(c, c.kept) for c in self.call.program.captures]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        into: torch.Tensor | None = None,
+    ) -> Results:
+        """`into`: memory for out."""
         call, asked = self.call, (True, self.return_max_scores)
         launcher = call.launchers.get(asked) or call.launcher(*asked)
-        out, lse, max_scores = launcher(q, k, v, call.scale, captured, self.scalars, self.sequences)
+        out, lse, max_scores = launcher(q, k, v, call.scale, captured, self.scalars, self.sequences, into)
         assert lse is not None
         return out, lse, max_scores
 
-    def backward(self, known: BackwardInputs) -> Grads:
+    def backward(self, known: BackwardInputs, into: Gradients | None = None) -> Grads:
+        """`into`: memory for dq, dk and dv."""
         q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
         call, gradient = self.call, self.call.known_gradient
         plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
@@ -141,11 +151,11 @@ class FusedAttend:
         ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
         if gradient is None or ready is None:
             with borrowed_again(borrowed):
-                return call.gradient(known, self.scalars, self.sequences)
+                return call.gradient(known, self.scalars, self.sequences, into)
         launcher, tables = ready
         of_sinks: SinkGradient | None = None
         of_captured: Grads = (None,) * len(captured) if captured else ()
         if captured and True in wanted[3:]:
             of_sinks, of_captured = gradient.memory_of_sinks(captured)
-        given = (captured, self.scalars, self.sequences, None, of_sinks, tables)
+        given = (captured, self.scalars, self.sequences, None, of_sinks, tables, into)
         return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured

@@ -61,13 +61,14 @@ class ForwardLauncher:
         captured: Sequence[torch.Tensor] = (),
         scalars: Sequence[float | int] = (),
         sequences: Sequences = NO_SEQUENCES,
+        into: torch.Tensor | None = None,
     ) -> Outputs:
         """(out (B, Hq, Sq, Dv), lse (B, Hq, Sq) or None, max_scores likewise), packed as q is.
 
-        Raises `UnsupportedLayout`.
+        `into`: memory for out. Raises `UnsupportedLayout`.
         """
         plan = self.plan
-        made = out, lse, max_scores = outputs(q, plan)
+        made = out, lse, max_scores = outputs(q, plan, into)
         if not q.numel():
             return made
         if self.used_q or not k.numel():  # there may be rows that no kernel computes
@@ -207,10 +208,12 @@ def tidied(*given: Any) -> ForwardArguments:
     return named._replace(**{name: readable(getattr(named, name), name) for name in ("q", "k", "v", "out")})
 
 
-def outputs(q: torch.Tensor, plan: ForwardPlan) -> Outputs:
-    """What the plan returns for `q`, uninitialised."""
+def outputs(q: torch.Tensor, plan: ForwardPlan, into: torch.Tensor | None = None) -> Outputs:
+    """What the plan returns for `q`, uninitialised; `into`: memory for out."""
     alike = plan.head_dim_v == plan.head_dim and q.dtype is plan.dtype
-    out = memory_like(q) if alike else ordered(q, plan.head_dim_v, plan.dtype)
+    out = into
+    if out is None:
+        out = memory_like(q) if alike else ordered(q, plan.head_dim_v, plan.dtype)
     lse = of_rows(q) if plan.return_lse else None
     return out, lse, of_rows(q) if plan.return_max_scores else None
 

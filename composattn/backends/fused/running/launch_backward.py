@@ -126,20 +126,23 @@ class BackwardLauncher:
         made: Mapping[Capture, torch.Tensor] | None = None,
         of_sinks: SinkGradient | None = None,
         tables: Tables | None = None,
+        into: Gradients | None = None,
     ) -> Gradients:
         """(dq, dk, dv), in the dtype and the order of dimensions of q, k, v.
 
         q, k, v, out, lse as the forward had and gave them; dout like out; dlse fp32 like lse where the plan has it;
         `made`: what the kernel reads that is neither captured nor derived from it. `of_sinks`, where the plan has
         sinks: their gradient is filled in. `tables` are those that stand for what was borrowed (`Standing`): nothing
-        has to be borrowed again. Extra memory: 4 bytes * Sq * (padded D + 2) per query head, and 512 bytes * (padded D
-        + padded Dv) per piece of a tile of keys.
+        has to be borrowed again. `into`: memory for the results. Extra memory: 4 bytes * Sq * (padded D + 2) per query
+        head, and 512 bytes * (padded D + padded Dv) per piece of a tile of keys.
         """
         layout = self.plans.main.layout
         # as `memory_like`, without the calls: this runs in a thread of torch's whose caches are cold
-        dq = torch.empty_like(q) if q.is_contiguous() else memory_like(q)
-        dk = torch.empty_like(k) if k.is_contiguous() else memory_like(k)
-        dv = torch.empty_like(v) if v.is_contiguous() else memory_like(v)
+        dq, dk, dv = into or (
+            torch.empty_like(q) if q.is_contiguous() else memory_like(q),
+            torch.empty_like(k) if k.is_contiguous() else memory_like(k),
+            torch.empty_like(v) if v.is_contiguous() else memory_like(v),
+        )
         nothing = not q.numel() or not k.numel()
         if layout.used_q or nothing:
             dq.zero_()
