@@ -87,7 +87,7 @@ class ElementTypes(NamedTuple):
 
     @staticmethod
     def all_of(dtype: torch.dtype) -> ElementTypes:
-        """Those of a call with no 8 bits."""
+        """The element types of a call with no 8 bits."""
         return ElementTypes(dtype, dtype, dtype, dtype)
 
     @property
