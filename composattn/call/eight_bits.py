@@ -60,10 +60,15 @@ class Quantized(NamedTuple):
 class _StraightThrough(torch.autograd.Function):
     """What a tensor was quantised to; its gradient is the tensor's own (Bengio et al. 2013, straight-through)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, wide: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = wide.dtype
+    def forward(wide: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         return found.view_as(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

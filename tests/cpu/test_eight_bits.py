@@ -344,6 +344,19 @@ def test_gradients_are_those_of_16_bits_on_the_dequantised_bit_for_bit() -> None
     assert all(torch.equal(g, w) for g, w in zip(found, wanted, strict=True))
 
 
+def test_transforms_of_torch_func_go_through_quantising() -> None:
+    given = [drawn(3, B, h, 20, 16, seed=n) for n, h in enumerate((HQ, H, H))]
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ca.attention(*ca.quantize(q, k, v), mask_mod=causal()).float().square().sum()
+
+    found = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*given)
+    for n in range(3):
+        leaves = [x[n].clone().requires_grad_() for x in given]
+        for g, w in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(g[n], w, rtol=1e-4, atol=1e-5)
+
+
 def test_wide_queries_and_scales_of_k_learn_beside_keys_of_8_bits() -> None:
     q = drawn(B, HQ, S, D).requires_grad_()
     k, v = bytes_of(B, H, S, D, seed=1), bytes_of(B, H, S, DV, seed=2)
