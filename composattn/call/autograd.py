@@ -151,6 +151,8 @@ def gradients_of(
     """
     if (dout is not None and is_legacy_batchedtensor(dout)) or (dlse is not None and is_legacy_batchedtensor(dlse)):
         return _one_by_one(functools.partial(_gradient, call, wanted, saved), dout, dlse)
+    # of a view that torch negates as it is read, kernels would read what lies in memory
+    dout, dlse = (None if t is None else t.resolve_neg() for t in (dout, dlse))
     return _gradient(call, wanted, saved, dout, dlse)
 
 

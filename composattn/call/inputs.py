@@ -82,6 +82,14 @@ class Inputs(NamedTuple):
         q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in kept else t for t in self[:3])
         return Inputs(q, k, v, self.varlen, self.paged)
 
+    @property
+    def resolved(self) -> Inputs:
+        """With q, k and v in memory as they read: views of imaginary parts torch may negate when they are read."""
+        if not any(getattr(t, "is_neg", bool)() for t in self[:3]):
+            return self
+        q, k, v = (t.resolve_neg() for t in self[:3])
+        return Inputs(q, k, v, self.varlen, self.paged)
+
     def flatten(self) -> tuple[list[torch.Tensor | None], list[int]]:
         """Where the sequences lie, as tensors and numbers, as an operator takes them."""
         return flatten(self.varlen, self.paged)

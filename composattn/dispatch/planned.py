@@ -75,6 +75,8 @@ class Planned(Plans):
                 if are_of_forms(q, k, v) and lie == then:
                     break
             else:
+                if (in_memory := inputs.resolved) is not inputs:
+                    return Planned.__call__(self, in_memory, asked, borrowed)
                 call, fast_path = self._met(inputs, borrowed)
             # a backward below autocast reads captured tensors with it off
             apart = autocast and torch.is_grad_enabled() and self.program.captures
@@ -82,6 +84,8 @@ class Planned(Plans):
                 out = fast_path(q, k, v, borrowed)
                 if out is not None:
                     return out
+        else:
+            inputs = inputs.resolved
         with _NOTHING if borrowed is None else borrowed:
             return asked_of(self._called(call, inputs, asked), asked)
 

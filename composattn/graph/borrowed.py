@@ -443,7 +443,7 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> BorrowedCapture 
         return None
     key = (
         storage._cdata, tensor.storage_offset(), user,
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad,
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_neg(),
     )  # fmt: skip
     capture = _known.get(key)
     if capture is None:

@@ -182,6 +182,7 @@ class _BoundAttention(torch.autograd.Function):
         if of_captured:
             asked = asked, of_captured
         if not bound.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
+            dout = dout.resolve_neg()
             bound.learn(dout)
         elif run := bound.backwards.get(asked):
             of_sinks: SinkGradient | None = None

@@ -103,6 +103,11 @@ class Architecture:
                     f'backend="{self.name}" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
                     f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
                 )
+            if capture.tensor.is_neg():
+                raise UnsupportedCapture(
+                    f'backend="{self.name}" reads captured tensors as they lie in memory, and torch negates this '
+                    "view when it is read; capture tensor.resolve_neg()"
+                )
 
     def has_gradient(self, problem: Problem) -> bool:
         return max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
