@@ -21,7 +21,7 @@ def sharing(blocks: int) -> Iterator[list[CallClass]]:
     asked: list[CallClass] = []
 
     def kind_of(call: CallClass, program: Any) -> Kind:
-        long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND)
+        long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND, length=BEYOND)
         one, two = next((one, two) for one, two, pattern in KINDS if matches(long, pattern))
         if one is not two:
             asked.append(call)

@@ -68,6 +68,7 @@ BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS  # no lis
 KINDS: tuple[tuple[Kind, Kind, Pattern], ...] = (
     (ONE, PAIR, {"d": (128,), "dv": (128,), "mask": BOUNDED, "seen": Span(256, BEYOND)}),
     (ONE, ONE, {"widest": NARROW}),
+    (WIDE, WIDE, {"length": Span(0, LANES)}),  # one tile of queries
     (WIDE, WIDE_PAIR, {"d": Span(128, 192), "dv": NARROW, "mask": BOUNDED}),
     (WIDE, WIDE_PAIR, {"d": NARROW, "dv": Span(128, 192), "mask": BOUNDED}),
     (WIDE, QUERY_PAIR, {"mask": BOUNDED}),
