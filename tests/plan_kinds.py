@@ -18,6 +18,7 @@ from composattn.mods import causal, document, neighborhood
 from composattn.mods.mask import Mask
 
 LONG, SHORT = 8192, 512
+BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn  # of q, k and v
 DOCUMENTS = document(torch.arange(LONG) // 1000) & causal()
 NEIGHBOURS = neighborhood((96, 96), (7, 7))
 
@@ -50,6 +51,8 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-segments": lambda: forward(HOPPER, mask=DOCUMENTS),
     "hopper-forward-strips": lambda: forward(HOPPER, length=96 * 96, mask=NEIGHBOURS),
     "hopper-forward-wide": lambda: forward(HOPPER, d=512),
+    "hopper-forward-of-bytes": lambda: forward(HOPPER, length=SHORT, narrow=BYTES),
+    "hopper-forward-wide-of-bytes": lambda: forward(HOPPER, d=512, length=SHORT, narrow=BYTES),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),

@@ -99,4 +99,6 @@ class Program:
     def content(self) -> dict[str, object]:
         """Graphs by name: programs that say the same by `graph.content` share a kernel, whatever tensors they read."""
         mods = {"score": self.score, "mask": self.mask, "sink": self.sink, "keep": self.keep}
+        if self.values is not None:
+            mods["values"] = self.values
         return {**mods, "intervals": self.intervals, "limits": self.limits}

@@ -46,6 +46,7 @@ WORD = 24  # positions that a word of `run_of` speaks of
 
 _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
 _LIMIT = 1 << 24  # integers below it are exact in fp32
+VALUES = "values"  # the name of their factors among what was read ahead
 MOST_AHEAD = 48  # registers in which numbers at pairs wait for scores
 
 
@@ -110,6 +111,7 @@ class Leaves:
     scalars: Any
     first: Any = None  # first and last query row of the tile, for loop bounds
     last: Any = None
+    d: Any = None  # the channel of V, for what values are multiplied by
     metadata: Any = None  # of a tile of keys, `KeyTileMetadata`; for loop bounds alone a `KeyGroupMetadata`
 
 
@@ -498,7 +500,7 @@ class Mods:
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
     ) -> None:
-        self.score, self.mask, self.sink, self.keep, _ = program.mods  # no kernel reads scales of values yet
+        self.score, self.mask, self.sink, self.keep, self.values = program.mods
         self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
@@ -581,6 +583,19 @@ class BoundMods(Fixed):
         if self.mods.keep is not None:
             drop(Evaluator(self.mods, self.leaves, tile, self.work), self.mods.keep, tile.values)
 
+    def weigh(self, tile: ScoreTile, ahead: dict[Any, Any]) -> None:
+        """Weights times what the values of their keys are multiplied by, in place; `ahead` has it, if it is not 1."""
+        for (r, c), factor in ahead.get(VALUES, {}).items():
+            tile.values[r, c] = tile.values[r, c] * factor
+
+    def value_factor(self, tile: ScoreTile, r: int, channel: Any = None) -> Any:
+        """What values of all keys, those of a `channel` or of all of them, are multiplied by in row `r`; None: 1."""
+        values = self.mods.values
+        if values is None or values.deps & Dep.KV or (channel is None) == bool(values.deps & Dep.D):
+            return None
+        at = Evaluator(self.mods, dataclasses.replace(self.leaves, d=channel), tile)
+        return Float32(convert(at.value(values, r), DType.FLOAT))
+
     def weights(self, tile: ScoreTile, start: int, count: int) -> cute.Tensor:
         """`count` weights of a tile of one row, from column `start` on, after dropout; the tile itself is unchanged."""
         part = cute.make_tensor(tile.values.iterator + start, cute.make_layout(count))
@@ -593,10 +608,15 @@ class BoundMods(Fixed):
         return cute.make_tensor(values.iterator, cute.make_layout(count))
 
     def read_ahead(self, tile: ScoreTile) -> dict[Expr, Any]:
-        """Reads of the score mod that need not wait for the scores, for `apply_score` of this tile."""
+        """Reads that need not wait for the scores: of the score mod, for `apply_score`, and of values, for `weigh`."""
         at = Evaluator(self.mods, self.leaves, tile, self.work)
         at.read_ahead(self.mods.score)
-        return at.ahead
+        ahead: dict[Any, Any] = at.ahead
+        values = self.mods.values
+        if values is not None and values.deps & Dep.KV:
+            places = itertools.product(range(tile.rows), range(tile.columns))
+            ahead[VALUES] = {rc: Float32(convert(at.value(values, *rc), DType.FLOAT)) for rc in places}
+        return ahead
 
     def is_near(self, scores: Sequence[Any]) -> Any:
         """See `Mods.is_near`."""

@@ -122,6 +122,7 @@ def backward(
 SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Schedule(split_kv=3)}
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
 PERSISTENT = Schedule(persistent=True, split_kv=1)
+BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2  # of q, k and v
 GROUP: dict[str, Any] = {"mask": "causal", "heads": (64, 8), "lengths": (8192, 8192)}  # tiles of keys are cut by heads
 LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
@@ -159,6 +160,9 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-no-lse-any-scale-d64": forward(
         mask="causal", d=64, options={"return_lse": False, "positive_scale": False}
     ),
+    "forward-of-bytes-gqa-d128": forward(narrow=BYTES, **SPLIT),
+    "forward-of-bytes-guessing-causal-d64": forward(mask="causal", d=64, narrow=BYTES, lengths=(4096, 4096)),
+    "forward-of-bytes-wide-d576-dv512": forward(d=576, dv=512, narrow=BYTES, heads=(16, 1), lengths=(1, 4096)),
     "forward-wide-causal-d512": forward(mask="causal", d=512),
     "forward-wide-paged-softcap-d576-dv512": forward(
         "softcap", d=576, dv=512, layout=PAGED, heads=(128, 1), lengths=(1, 4096)

@@ -9,6 +9,7 @@ import torch
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import HOPPER
 from .backward_choice import backward_tiling, backward_words
+from .eight_bits import refuses_eight_bits
 from .forward_choice import forward_tiling, forward_words
 
 
@@ -22,14 +23,20 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_wide import HopperBackwardWide
     from .forward import HopperForward, HopperForwardFromFirst, HopperForwardGuessing
+    from .forward_of_bytes import HopperForwardFromFirstOfBytes, HopperForwardGuessingOfBytes, HopperForwardOfBytes
     from .forward_wide import HopperForwardWide
+    from .forward_wide_of_bytes import HopperForwardWideOfBytes
     from .rounding import HopperGather, HopperPostprocess
 
     return {
         "forward": HopperForward,
         "forward_guessing": HopperForwardGuessing,
         "forward_from_first": HopperForwardFromFirst,
+        "forward_of_bytes": HopperForwardOfBytes,
+        "forward_guessing_of_bytes": HopperForwardGuessingOfBytes,
+        "forward_from_first_of_bytes": HopperForwardFromFirstOfBytes,
         "forward_wide": HopperForwardWide,
+        "forward_wide_of_bytes": HopperForwardWideOfBytes,
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,
@@ -57,4 +64,5 @@ ARCHITECTURE = Architecture(
     kernels=_kernels,
     forward_words=forward_words,
     backward_words=backward_words,
+    refuses_eight_bits=refuses_eight_bits,
 )

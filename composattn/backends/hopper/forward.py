@@ -21,6 +21,7 @@ from ..fused.kernels.forward_call import ForwardCall
 from ..fused.kernels.registers.group_rows import ConsumeApart, GroupRows, RowConsume, RowConsumer, RowLoad
 from ..fused.kernels.registers.guessing_rows import GuessingRows
 from ..fused.planning.plan import ForwardPlan
+from .byte_tiling import OF_KEYS, OF_VALUES
 from .tiling import SUMS, HopperTiling
 from .wgmma import (
     MN,
@@ -41,9 +42,10 @@ AnyTiling = TypeVar("AnyTiling", HopperTiling, WideTiling)
 
 
 class WarpgroupForward(Forward[AnyTiling]):
-    """Some warps of the first warpgroup copy; each further one has rows of queries, and most of the registers."""
+    """Some of the first `copying` warps copy; each warpgroup behind them has rows of queries, and most registers."""
 
     rows = ROWS
+    copying = 4  # warps
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -60,7 +62,7 @@ class WarpgroupForward(Forward[AnyTiling]):
 
     @abc.abstractmethod
     def copy(self, call: ForwardCall, block: Any, warp: Any) -> None:
-        """What a warp of the first warpgroup does."""
+        """What one of the first warps does."""
 
     @abc.abstractmethod
     def consume(self, call: ForwardCall, block: Any, thread: Any, scale_log2: Float32) -> None:
@@ -73,12 +75,12 @@ class WarpgroupForward(Forward[AnyTiling]):
         block = self.block(call)
         start_edges(block.edges, warp)
         registers = self.tiling.registers(self.plan.layout.kv == "paged")
-        if warp < 4:
+        if warp < self.copying:
             cute.arch.setmaxregister_decrease(registers.copying)
             self.copy(call, block, warp)
         else:
             cute.arch.setmaxregister_increase(registers.computing)
-            thread = cute.arch.thread_idx()[0] - WARPGROUP
+            thread = cute.arch.thread_idx()[0] - self.copying * 32
             self.consume(call, block, thread, self.mods.softmax_scale_log2(call.scale))
 
 
@@ -180,6 +182,8 @@ class HopperForwardFromFirst(HopperForwardApart):
 class HopperForwardBlock(Fixed):
     """Shared memory of one block: where Q (later O), K and V lie, and the edges between the roles."""
 
+    listeners = 0  # warps beside the consumers that hear of drawn tiles
+
     def __init__(self, tiling, dtype, call):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
         q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
@@ -188,11 +192,12 @@ class HopperForwardBlock(Fixed):
         consumers = warps_of(tiling.warpgroups)
         edges = [
             Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide), consumers),
-            Edge(tiling.stages, Copies(tiling.tile_n * tiling.d * wide), consumers),
-            Edge(tiling.stages, Copies(tiling.tile_n * tiling.dv * wide), consumers),
+            Edge(tiling.stages, self.filled(tiling.d, OF_KEYS), consumers),
+            Edge(tiling.stages, self.filled(tiling.dv, OF_VALUES), consumers),
         ]
         if tiling.scheduler.draws:  # numbers of the tiles that follow
-            edges.append(Edge(2, Warps(1), consumers))
+            edges.append(Edge(2, Warps(1), Warps(consumers.count + self.listeners)))
+        edges += self.more_edges()
         smem = SmemAllocator()
         self.edges = Edge.allocate(smem, edges)
         self.rings = self.q_edge, self.k_edge, self.v_edge = self.edges[:3]
@@ -216,6 +221,17 @@ class HopperForwardBlock(Fixed):
         self.sO = tensor_of(start, o_layout, dtype, (self.groups, region))  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
         self.sV = self.values(smem)
+        self.more_memory(smem)
+
+    def filled(self, columns, warps):
+        """How a stage of K or V, with so many columns, comes; `warps` would make it of bytes."""
+        return Copies(self.tiling.tile_n * columns * (self.dtype.width // 8))
+
+    def more_edges(self):
+        return []
+
+    def more_memory(self, smem):
+        """What lies behind all else."""
 
     def prepare(self, thread):
         """What consumers do before they read anything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -22,7 +23,9 @@ from ..fused.tiles.traits import (
     reads_any,
     sees_at_most,
     tiles_are_equal,
+    weighs_keys,
 )
+from .byte_tiling import ByteTiling
 from .forward_shapes import LESS, Shape, shape_of, steps_of
 from .forward_table import ForwardForm
 from .maxima import threshold_of
@@ -100,21 +103,33 @@ class Facts:
         128 keys of such biases gain 5 % of causal calls at D 64, 9 of full ones, 6 and 5 at D 128; of fp32 they lose
         57.
         """
-        return 128 if bytes_at_pairs(self.program.score) <= (2 if self.call.widest <= 128 else 0) else 96
+        few = bytes_at_pairs(self.program.score) <= (2 if self.call.widest <= 128 else 0)
+        return 128 if few and not weighs_keys(self.program) else 96
 
     def registers(self, shape: Shape) -> int:
         """Registers of a thread that computes."""
-        return registers_for(shape.warpgroups, shape.blocks, self.paged).computing
+        return registers_for(shape.warpgroups, shape.blocks, self.paged, self.of_bytes).computing
 
     def keys_by_registers(self, registers: int) -> int:
         """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest.
 
         Values on their way take 30 or 36, of a score mod beside those of a mask 46 (6 spills with D 96 and 64 columns);
-        a test that is no bound 12 more, or 25 spilled with D 64 and 128 columns.
+        a test that is no bound 12 more, or 25 spilled with D 64 and 128 columns; numbers of keys that weights are times
+        24, one for each of a thread's columns.
         """
         scored, reads = self.program.score is not None, reads_any(self.program.mask)
         other = 30 + 6 * (scored or reads) + 10 * (scored and reads) + 12 * has_opaque_test(self.program)
+        other += 24 * weighs_keys(self.program)
         return (registers - other - self.call.dv // 2) * 4 // 3 // 16 * 16
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether K and V come as 8-bit numbers."""
+        return self.problem.narrow is not None
+
+    def tiling(self, **fields: Any) -> HopperTiling:
+        """A tiling; of bytes with a stage of each, which is all that a block of many queries needs."""
+        return ByteTiling(**{"byte_stages": 1, **fields}) if self.of_bytes else HopperTiling(**fields)
 
     def stays(self, chosen: bool) -> bool:
         """Whether blocks are persistent: as asked for, else so."""
@@ -128,11 +143,11 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
     All of Q, if it waits in registers, goes before keys; some columns of it are held where the keys leave them room.
     """
     shape = shape_of(form, facts.call)
-    if facts.keys_by_registers(facts.registers(shape)) < facts.keys_in_order:
+    if facts.of_bytes or facts.keys_by_registers(facts.registers(shape)) < facts.keys_in_order:
         shape = LESS.get(shape.kind, shape)
     kernel, (d, dv) = shape.kernel(form), facts.call.dims
     scheduler = _scheduler(facts, form, shape)
-    made = HopperTiling(
+    made = facts.tiling(
         kernel=kernel,
         tile_m=ROWS * shape.warpgroups,
         tile_n=64,
@@ -168,10 +183,12 @@ def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
     (d, dv), registers, resident = facts.call.dims, facts.registers(shape), made.resident
     rows = d + dv if made.separate_o else facts.call.widest
     by_registers = facts.keys_by_registers(registers - (resident // 4 if made.frees_queries else 0))
-    by_memory = keys_by_memory(facts.target, made.tile_m, rows, d + dv)
+    beside = d + dv + 4 * made.ones if facts.of_bytes else 0
+    by_memory = keys_by_memory(facts.target, made.tile_m, rows, d + dv, beside=beside)
     tile_n = facts.keys_in_order or min(by_registers, by_memory, shape.keys, facts.most_read)
     # K's stage is free later where rows guess: of D 64 a third one gains 1 to 3 %
-    third = made.ones and tile_n <= keys_by_memory(facts.target, made.tile_m, rows, d + dv + 64, stages=3)
+    wider = d + dv + 64
+    third = made.ones and tile_n <= keys_by_memory(facts.target, made.tile_m, rows, wider, stages=3, beside=beside)
     return dataclasses.replace(
         made,
         tile_n=whole_pages(tile_n) if facts.paged else tile_n,

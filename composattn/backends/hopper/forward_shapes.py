@@ -37,8 +37,9 @@ class Shape:
 
 TO_64, TO_96, WIDE, ABOVE_192 = Span(0, 64), Span(0, 96), Span(128, 256), Span(192, 256)
 PLAIN, PAIRS, DROPOUT = (ModsKind.PLAIN,), (ModsKind.PAIRS,), (ModsKind.DROPOUT,)
-# not what a score mod reads at (q, kv), which waits in registers, as the words of dropout do (63 spilled with D 64)
-LIGHT = tuple(m for m in ModsKind if m not in (ModsKind.PAIRS, ModsKind.DROPOUT))
+# not what a score mod reads at (q, kv), which waits in registers, as numbers of keys and the words of dropout do (63
+# spilled with D 64)
+LIGHT = tuple(m for m in ModsKind if m not in (ModsKind.PAIRS, ModsKind.DROPOUT, ModsKind.WEIGHED))
 MASKED: Pattern = {"mask": tuple(m for m in MaskKind if m is not MaskKind.NONE)}
 DRAWN = (64, 128, 192, 256)  # D whose blocks that stay draw their tiles; others were not timed so
 SHORT: Pattern = {
@@ -53,7 +54,8 @@ WINDOW: Pattern = {
 
 THREE_BLOCKS, TWO_BLOCKS = Shape("three blocks", 1, blocks=3, keys=64), Shape("two blocks", 1, blocks=2, keys=64)
 THREE, TWO, ALONE = Shape("three warpgroups", 3), Shape("two warpgroups", 2), Shape("alone", 1)
-LESS = {"three blocks": TWO_BLOCKS, "three warpgroups": TWO}  # where a batch-invariant tile's keys find no registers
+# where a batch-invariant tile's keys find no registers, or a warpgroup more makes 16-bit numbers of bytes
+LESS = {"three blocks": TWO_BLOCKS, "three warpgroups": TWO}
 
 
 # fmt: off

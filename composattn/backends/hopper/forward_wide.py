@@ -58,7 +58,7 @@ class WideLoad(Role):
 
     def __init__(self, kernel, call, block, number):
         super().__init__(kernel, call, block)
-        self.number, self.ring = number, block.ring(number)
+        self.number, self.ring = number, block.copied_ring(number)
 
     def first_slots(self):
         return self.block.q_edge.first, self.ring.first
@@ -74,8 +74,9 @@ class WideLoad(Role):
             cute.copy(call.tmas.q, tQgQ[None, work.m], tQsQ, tma_bar_ptr=bar)
         tiles = self.kernel.kv_tiles(call, work)
         source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        keys = source.boxes(call.tmas.k, call.tensors.k, block.of_group(block.sK, self.number), tiling.key_box)
-        values = source.boxes(call.tmas.v, call.tensors.v, block.of_group(block.sV, self.number), tiling.value_box)
+        sK, sV = (block.of_group(slices, self.number) for slices in block.copied_slices)
+        keys = source.boxes(call.tmas.k, call.tensors.k, sK, tiling.key_box)
+        values = source.boxes(call.tmas.v, call.tensors.v, sV, tiling.value_box)
         if tiles.count > 0:
             slot = self.copy(source.locate(tiles.first), keys, values, slot)
             for run in tiles.runs:
@@ -104,6 +105,12 @@ class Ring(Fixed):
         self.wait, self.release = keys.wait, keys.release
 
 
+def ring_of(kinds: list[Edge], first: BoundEdge, number) -> Ring:
+    """The ring of a warpgroup, whose barriers lie behind those of the `first` one."""
+    start = first.full + number * kinds[0].barriers
+    return Ring(*(BoundEdge(kind, start) for kind in kinds))
+
+
 class HopperWideBlock(Fixed):
     """Shared memory of one block: where Q (later O), the slices and P lie, and the edges between the roles."""
 
@@ -111,10 +118,10 @@ class HopperWideBlock(Fixed):
         self.tiling, self.dtype = tiling, dtype
         wide = dtype.width // 8
         bytes_of = [wide * rows * columns for rows, columns in (tiling.key_box, tiling.value_box)]
-        self.kinds = [Edge(tiling.stages, Copies(size), warps_of(1)) for size in bytes_of]
+        self.kinds = [Edge(tiling.stages, self.filled(size), warps_of(1)) for size in bytes_of]
         smem = SmemAllocator()
         edges = (Edge(1, Copies(wide * ROWS * tiling.d), warps_of(GROUPS)), *(GROUPS * [self.kinds[0]]))
-        self.edges = Edge.allocate(smem, edges)
+        self.edges = Edge.allocate(smem, [*edges, *self.more_edges()])
         self.q_edge, *self.rings = self.edges
         barriers = Barriers()
         self.of_groups = barriers.row(GROUPS, WARPGROUP)
@@ -131,6 +138,26 @@ class HopperWideBlock(Fixed):
         self.sP = smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         # a number of each row and warpgroup
         self.sRows = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS)), 128)
+        self.more_memory(smem)
+
+    def filled(self, size):
+        """How a slice of so many bytes comes."""
+        return Copies(size)
+
+    def more_edges(self):
+        return []
+
+    def more_memory(self, smem):
+        """What lies behind all else."""
+
+    @property
+    def copied_slices(self):
+        """The rings that copies fill, with slices of K and of V."""
+        return self.sK, self.sV
+
+    def copied_ring(self, number) -> Ring:
+        """The ring that a copying warp fills."""
+        return self.ring(number)
 
     def of_group(self, slices: cute.Tensor, number) -> cute.Tensor:
         """(keys, columns, stage) of a warpgroup's ring."""
@@ -138,8 +165,7 @@ class HopperWideBlock(Fixed):
 
     def ring(self, number) -> Ring:
         """That of a warpgroup: rings lie behind each other."""
-        start = self.rings[0].full + number * self.kinds[0].barriers
-        return Ring(*(BoundEdge(kind, start) for kind in self.kinds))
+        return ring_of(self.kinds, self.rings[0], number)
 
 
 class HopperWideProducts(WarpgroupProducts):
@@ -296,6 +322,7 @@ class SharedRows(OutputRows[WideTiling]):
             self.softmax.add(tile, r, factor)
         self.count_tile(first)
         self.mods.drop(tile)
+        self.mods.weigh(tile, ahead)
         sP = cute.local_tile(self.block.sP, (ROWS, tile.columns * 4), (0, self.me.number))
         put(self.products.qk, narrowed(tSrS, self.block.dtype), sP, self.me.thread)
         cute.arch.fence_view_async_shared()

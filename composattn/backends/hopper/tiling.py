@@ -33,11 +33,16 @@ class Registers(NamedTuple):
     copying: int
 
 
-def registers_for(warpgroups: int, blocks: int, paged: bool) -> Registers:
+def registers_for(warpgroups: int, blocks: int, paged: bool, converts: bool = False) -> Registers:
     """What threads that copy leave to those that compute, of what a block is launched with.
 
-    Page numbers take some beside what all copies need; three warpgroups have none for them.
+    Page numbers take some beside what all copies need; three warpgroups have none for them. `converts`: two
+    warpgroups copy and make 16-bit numbers of bytes.
     """
+    if converts:
+        copying = 40 if blocks > 1 else 56
+        left = launched_registers(warpgroups + 1, blocks) * (warpgroups + 2) - 2 * copying
+        return Registers(min(240, left // warpgroups // 8 * 8), copying)
     many = paged or (warpgroups == 1 and blocks < 3)
     copying = 32 if warpgroups == 3 else 40 if many else 24
     left = launched_registers(warpgroups, blocks) * (warpgroups + 1) - copying

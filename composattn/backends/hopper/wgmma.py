@@ -22,6 +22,17 @@ WARPGROUP = 128  # threads
 K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
 
 
+BESIDE_SUMS = 26  # registers of an instruction beside its sums
+
+
+def part_columns(columns: int, registers: int) -> int:
+    """How many of a product's columns an instruction has where a thread has so many registers at launch: all, or a
+    part of whole swizzled blocks. ptxas takes none that needs more (C7602), whatever `setmaxnreg` gives the thread.
+    """
+    most = 2 * (registers - BESIDE_SUMS)
+    return columns if columns <= most else next(n for n in range(most // 32 * 32, 0, -32) if columns % n == 0)
+
+
 def warps_of(warpgroups: int) -> Warps:
     return Warps(warpgroups * WARPGROUP // 32)
 
@@ -73,8 +84,15 @@ def issue_together(
     mma: cute.TiledMma, products: Iterable[tuple[cute.Tensor, cute.Tensor]], b: cute.Tensor, accumulate: bool
 ) -> None:
     """Starts products (accumulator, left operand) with one right operand, all of them one group."""
+    issue_all(mma, [(accumulator, a, b) for accumulator, a in products], accumulate)
+
+
+def issue_all(
+    mma: cute.TiledMma, products: Iterable[tuple[cute.Tensor, cute.Tensor, cute.Tensor]], accumulate: bool
+) -> None:
+    """Starts products (accumulator, left operand, right operand), all of them one group."""
     warpgroup.fence()
-    for accumulator, a in products:
+    for accumulator, a, b in products:
         _multiply(mma, accumulator, a, b, range(cute.size(a, mode=[2])), accumulate)
     warpgroup.commit_group()
 

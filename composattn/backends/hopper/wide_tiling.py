@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -12,6 +12,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.traits import reads_pairs
+from .byte_tiling import CONVERTERS, OF_BYTES
 from .maxima import BY_SUMS_WIDEST, threshold_of
 from .tiling import L2, ROWS, Registers, registers_for
 
@@ -66,6 +67,29 @@ class WideTiling(ForwardTiling):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideByteTiling(WideTiling):
+    """K and V come as 8-bit numbers: behind each ring of slices is one of `byte_stages` slices of bytes."""
+
+    byte_stages: int
+
+    @property
+    def step(self) -> str:
+        return self.kernel + OF_BYTES
+
+    def registers(self, paged: bool) -> Registers:
+        """Four warpgroups, two of which copy and convert."""
+        return Registers(216, 40)
+
+    def shared_memory(self, element_bytes: int) -> int:
+        return super().shared_memory(element_bytes) + GROUPS * self.byte_stages * STAGE
+
+    def describe(self) -> dict[str, str]:
+        said = super().describe()
+        bytes_of = f"{GROUPS * CONVERTERS} warps make 16 bits of bytes, {self.byte_stages} slices each warpgroup; "
+        return {**said, "roles": bytes_of + said["roles"]}
+
+
 _REST = 4 * ROWS * GROUPS + 1024  # a number of each row and warpgroup, barriers, alignment
 
 
@@ -76,16 +100,21 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
     """
     d, dv = (-(-n // SLICE) * SLICE for n in (problem.head_dim, problem.head_dim_v))
     tile_n = 64 if reads_pairs(program.score) else 128
-    room = target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)
-    return WideTiling(
+    room = (target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
+    kind: Any = WideTiling
+    rings = {"stages": room // (2 * STAGE)}
+    if problem.narrow is not None:  # five of eight parts of the room for what is multiplied
+        kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
+        rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
+    return kind(  # type: ignore[no-any-return]
         kernel="forward_wide",
         tile_m=ROWS,
         tile_n=tile_n,
         d=d,
         dv=dv,
-        stages=room // (2 * GROUPS * STAGE),
         packed_heads=packed_heads(problem, program, ROWS),
         threshold=threshold_of(problem, BY_SUMS_WIDEST),
         heads_together=problem.schedule.heads_together,
         scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
+        **rings,
     )

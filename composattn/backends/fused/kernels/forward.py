@@ -16,6 +16,7 @@ from ....primitives.kv_source import kv_source
 from ....primitives.kv_tiles import TileSequence
 from ....primitives.pipelines import BoundEdge
 from ....primitives.score_tile import FragmentShape
+from ....primitives.swizzled_tiles import tile_layout
 from ....primitives.values import Fixed
 from ..planning.arguments import ForwardArguments
 from ..planning.plan import AnyForwardTiling, ForwardPlan
@@ -36,7 +37,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     threads: int  # of a block
     blocks = 1  # on an SM at once
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
-    dtype: Any  # of q, k and v
+    dtype: Any  # of q
+    key_types: tuple[Any, Any]  # of k and v
 
     def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
         """`fragment`: how scores lie in a thread's registers."""
@@ -53,6 +55,10 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     def arithmetic(self) -> Arithmetic:
         return ONE_BY_ONE
 
+    def key_layout(self, rows: int, columns: int) -> Any:
+        """How a box of K or V lies in shared memory where it comes in."""
+        return tile_layout(rows, columns)
+
     @abc.abstractmethod
     def roles(self, call: ForwardCall) -> None:
         """What the warps of a block do."""
@@ -60,8 +66,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     @cute.jit
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
-        self.dtype = given.q.element_type
-        found = launched(self.plan, given, self.heads, self.rows)
+        self.dtype, self.key_types = given.q.element_type, (given.k.element_type, given.v.element_type)
+        found = launched(self.plan, given, self.heads, self.rows, self.key_layout)
         made = found.tensors, given.lse, given.max_scores, found.order
         read = given.scale, given.captured, given.scalars, found.queries, found.keys
         dealt = found.splits, given.counter, found.shares
@@ -158,12 +164,14 @@ class Role(Fixed, abc.ABC):
 class KeyCopies(Fixed):
     """K and V of a work tile on their way into rings of shared memory; products want V one tile behind K."""
 
-    def __init__(self, role: Role, work: ForwardWork, k_edge: BoundEdge, v_edge: BoundEdge):
+    def __init__(
+        self, role: Role, work: ForwardWork, edges: tuple[BoundEdge, BoundEdge], tiles: tuple[cute.Tensor, cute.Tensor]
+    ):
         tmas, tensors, tiling = role.call.tmas, role.call.tensors, role.tiling
-        self.k_edge, self.v_edge = k_edge, v_edge
+        self.k_edge, self.v_edge = edges
         self.source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        self.keys = self.source.part(tmas.k, tensors.k, role.block.sK, tiling.d)
-        self.values = self.source.part(tmas.v, tensors.v, role.block.sV, tiling.dv)
+        self.keys = self.source.part(tmas.k, tensors.k, tiles[0], tiling.d)
+        self.values = self.source.part(tmas.v, tensors.v, tiles[1], tiling.dv)
 
     def start_keys(self, at, k_slot) -> None:
         bar = self.k_edge.acquire(k_slot)

@@ -1,6 +1,7 @@
 """What a generated forward kernel is called with: bulk copies of its operands, and its work in order."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -57,8 +58,13 @@ def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
     return order.tiles if splits is None else order.tiles * splits
 
 
-def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int) -> Launched:
-    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work."""
+def launched(
+    plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int, key_layout: Callable[[int, int], Any]
+) -> Launched:
+    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work.
+
+    `key_layout`: how a box of K or V lies in shared memory.
+    """
     tiling = plan.tiling
     queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     # a tile is the first two modes
@@ -75,8 +81,8 @@ def launched(plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: 
     tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d), q_box)
     (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
     k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, tile_layout(*k_box), in_copies(keys, *k_box))
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, tile_layout(*v_box), in_copies(keys, *v_box))
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, key_layout(*k_box), in_copies(keys, *k_box))
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, key_layout(*v_box), in_copies(keys, *v_box))
     tma_o, splits = None, None
     if plan.is_split:
         tO, splits = given.out, Int32(given.out.shape[0])

@@ -29,6 +29,7 @@ from ..tiles.traits import (
     reads_any,
     reads_pairs,
     sums_by,
+    weighs_keys,
 )
 from ..tiles.work import captured_decide
 
@@ -54,6 +55,7 @@ class ModsKind(enum.Enum):
     LEARNED = "a score mod with gradients of numbers of heads, queries or keys"
     LEARNED_PAIRS = "a score mod with gradients of tensors that it reads at (q, kv)"
     DROPOUT = "dropout"
+    WEIGHED = "weights times numbers of their keys"  # of values of 8 bits
 
 
 class MaskKind(enum.Enum):
@@ -166,6 +168,8 @@ def band(count: float) -> int:
 
 
 def mods_of(program: Program) -> ModsKind:
+    if weighs_keys(program):
+        return ModsKind.WEIGHED
     if program.keep is not None:
         return ModsKind.DROPOUT
     if any(sums_by(program, pattern) for pattern in Pattern):

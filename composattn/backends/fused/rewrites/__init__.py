@@ -15,6 +15,7 @@ from ....analysis.program import Program
 from ....call.problem import Problem
 from ..tiles.target import Target
 from .apart import CallApart, GeneratedCall, Make
+from .dequantised import dequantised
 from .invariant import invariant
 from .last_row import without_last_row
 from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
@@ -26,6 +27,7 @@ from .widened import in_64_bits
 REWRITES: dict[str, Callable[[Posed], Found]] = {
     "residues": by_residues,
     "last row": without_last_row,
+    "dequantised": dequantised,
     "64 bits": in_64_bits,
     "batch-invariant": invariant,
     "strips": by_strips,

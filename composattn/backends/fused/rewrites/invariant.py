@@ -22,7 +22,7 @@ def invariant(posed: Posed) -> Found:
     if len(program.intervals) > 1:
         refuse_order(f"rows of this mask see {len(program.intervals)} runs of keys")
     score = None if program.score is None else apply("whole", program.score)
-    alone = Program(score, program.mask, program.sink, program.keep)
+    alone = Program(score, program.mask, program.sink, program.keep, program.values)
     return Rewritten(dataclasses.replace(posed, program=alone), "no part of a score is left to a row's LSE")
 
 

@@ -10,6 +10,8 @@ def has_more_than_mods(program: Program) -> str:
     """Why parts of sequences would not be softmaxes of their own, in words; empty where they are."""
     if program.sink is not None:
         return "each part would have the sinks"
+    if program.values is not None:
+        return "values are multiplied by what belongs to positions of the whole"
     return "" if program.keep is None else "dropout goes by the positions of the whole"
 
 

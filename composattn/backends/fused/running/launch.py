@@ -35,6 +35,7 @@ class ForwardLauncher:
         self.plan, self.kernel_of = plan, kernel_of
         self.reads, self.is_dense, self.used_q = Reads(plan, plan.program), plan.layout.is_dense, plan.layout.used_q
         as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
+        self.key_type = plan.types.k
         self.counts, self.shares = plan.counts, plan.tiling.scheduler.shares
         self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
@@ -112,6 +113,8 @@ class ForwardLauncher:
                 reads, work = self._read(q, given, numbers, lie, borrowed)
             else:
                 reads, (work,) = self.reads.given(given) if self.reads.has_numbers else given, found
+        if k.dtype is not self.key_type:  # 8 bits, of which the plan wants 16
+            k, v = k.to(self.key_type), v.to(self.key_type)
         captured, scalars, sequences = tuple(reads) or None, tuple(numbers) or None, None if self.is_dense else lie
         counter, left = self._counted(q) if self.counts else (None, None)
         self.launch(q, k, v, out, lse, max_scores, scale, sequences, work, captured, scalars, counter, left)

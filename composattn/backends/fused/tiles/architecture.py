@@ -110,10 +110,16 @@ class Architecture:
                 )
 
     def has_gradient(self, problem: Problem) -> bool:
-        return max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
+        return problem.narrow is None and max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
 
     def check_gradient(self, problem: Problem) -> None:
         """Refuses gradients that the kernels can't compute."""
+        if problem.narrow is not None:
+            raise GradientUnsupported(
+                f'backend="{self.name}" has no gradients beside keys and values of 8 bits; pass '
+                "ca.Quantized(k, k_scale).dequantised(q.dtype), exact where scales are powers of two, and v likewise, "
+                'or use backend="streaming"'
+            )
         if not self.has_gradient(problem):
             raise GradientUnsupported(
                 f'backend="{self.name}" has gradients for D and Dv up to {self.max_gradient_dim}, got '

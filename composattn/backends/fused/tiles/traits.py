@@ -115,6 +115,11 @@ def changes_weights(program: Program) -> bool:
     return program.score is not None or program.keep is not None
 
 
+def weighs_keys(program: Program) -> bool:
+    """Whether values of 8 bits are multiplied by numbers of their keys, which go into weights behind their sum."""
+    return program.values is not None and bool(program.values.deps & Dep.KV)
+
+
 def sees_at_most(most: int, program: Program) -> bool:
     """Whether constants of the mask leave a row so few."""
     return program.limits is not None and program.limits.most is not None and program.limits.most <= most

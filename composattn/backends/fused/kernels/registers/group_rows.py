@@ -46,10 +46,10 @@ class RowLoad(Role):
     @cute.jit
     def visit(self, work, slots):
         q_slot, k_slot, v_slot = slots
-        block, call, early = self.block, self.call, self.tiling.q_stages > 1 or self.tiling.frees_queries
+        call, early = self.call, self.tiling.q_stages > 1 or self.tiling.frees_queries
         tiles = self.kernel.kv_tiles(call, work)
         gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(self.kernel.rows), self.tiling.d))
-        copies = KeyCopies(self, work, block.k_edge, block.v_edge)
+        copies = self.copies(work)
         if tiles.count > 0:
             before = copies.source.locate(tiles.first)
             if const_expr(early):  # K waits for room behind keys of the tile before, Q for none
@@ -67,6 +67,11 @@ class RowLoad(Role):
             copies.start_values(before, v_slot)
             v_slot = v_slot.next()
         return q_slot, k_slot, v_slot
+
+    def copies(self, work) -> KeyCopies:
+        """Copies of a work tile's K and V."""
+        block = self.block
+        return KeyCopies(self, work, (block.k_edge, block.v_edge), (block.sK, block.sV))
 
     def start_queries(self, gQ, work, q_slot) -> None:
         """The rows of each group."""
@@ -207,6 +212,7 @@ class GroupRows(OutputRows[Any]):
         self.softmax.step(tile, self.rescale, first)
         self.count_tile(first)
         self.mods.drop(tile)
+        self.mods.weigh(tile, ahead)
         return scores
 
     def first_scores(self, tiles, k_slot):

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from .....primitives.lanes import LANES
-from .....primitives.online_softmax import rescale_rows
 from .....primitives.values import choose, narrow, smaller
 from .group_rows import GroupRows
 
@@ -107,5 +106,5 @@ class GuessingRows(GroupRows):
         self.softmax.normalize_by(normalizer, rounded, self.sink_of_row, kept)
         self.tOrO = self.products.without_sums(self.tOrO)
         self.output = self.products.rows_of(self.tOrO)
-        rescale_rows(self.output, normalizer)
+        self.multiply(normalizer)
         return row_lse

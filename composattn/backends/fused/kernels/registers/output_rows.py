@@ -90,6 +90,8 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
+        self.nowhere = self.tile(None, Int32(0))
+        self.value_of_row = [self.mods.value_factor(self.nowhere, r) for r in range(self.shape.rows)]
         self.softmax.reset()
         self.rescale.fill(1.0)
         self.summed = cute.make_rmem_tensor(1, Int32)  # how many of the tiles are
@@ -139,8 +141,22 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         normalizer = cute.make_rmem_tensor(self.shape.rows, Float32)
         row_lse = cute.make_rmem_tensor(self.shape.rows, Float32)
         self.softmax.finish(normalizer, row_lse, self.sink_of_row, self.mods.kept_factor)
-        rescale_rows(self.output, normalizer)
+        self.multiply(normalizer)
         return row_lse
+
+    def multiply(self, normalizer: cute.Tensor) -> None:
+        """The output's rows by these numbers, and by what values of all keys are multiplied by."""
+        for r, factor in enumerate(self.value_of_row):
+            if factor is not None:
+                normalizer[r] = normalizer[r] * factor
+        rescale_rows(self.output, normalizer)
+        there, first = self.me.plan.head_dim_v, self.beside * self.tiling.output_columns + self.me.lane % LINES * 2
+        for r in range(self.shape.rows):
+            for c in range(cute.size(self.output, mode=[1])):
+                channel = smaller(first + (c // 2 * 8 + c % 2), there - 1)  # those behind are not stored
+                factor = self.mods.value_factor(self.nowhere, r, channel)
+                if factor is not None:
+                    self.output[r, c] = self.output[r, c] * factor
 
     def store_output(self, call: ForwardCall) -> None:
         """Through shared memory; the copy leaves out what is no query."""

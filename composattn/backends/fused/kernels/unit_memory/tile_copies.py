@@ -23,7 +23,7 @@ class TileLoad(Role):
         q_slots, k_slot, v_slot = slots[:-2], slots[-2], slots[-1]
         tiles = self.kernel.tiles_of_all(self.call, work).all
         gQ = work.queries.tiles(tensors.q, work.h, (self.kernel.heads.box(self.kernel.rows), tiling.d))
-        copies = KeyCopies(self, work, block.k, block.v)
+        copies = KeyCopies(self, work, (block.k, block.v), (block.sK, block.sV))
         if const_expr(tiling.persistent):
             for slot in q_slots:
                 block.q.wait_empty(slot)  # also where there is nothing to load: O will lie there

@@ -1,0 +1,39 @@
+"""Tiles of the Hopper forward where K and V come as bytes: what they take of shared memory and of registers more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .tiling import EVEN_STAGES, HopperTiling, Registers, registers_for
+
+OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
+CONVERTERS = 3  # of each warpgroup, where D is above 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteTiling(HopperTiling):
+    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`."""
+
+    byte_stages: int
+
+    @property
+    def step(self) -> str:
+        return self.kernel + OF_BYTES
+
+    def registers(self, paged: bool) -> Registers:
+        return registers_for(self.warpgroups, self.blocks, paged, converts=True)
+
+    @property
+    def reads_far_ahead(self) -> bool:
+        return self.byte_stages > EVEN_STAGES
+
+    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+        return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.tile_n * (self.d + self.dv)
+
+    def describe(self) -> dict[str, str]:
+        said = super().describe()
+        bytes_of = f"{OF_KEYS + OF_VALUES} warps make 16 bits of {self.byte_stages} stages of bytes; "
+        return {**said, "roles": bytes_of + said["roles"]}
+
+
+OF_BYTES = "_of_bytes"

@@ -1,0 +1,199 @@
+"""The Hopper forward whose K and V come as bytes: who makes 16-bit tiles of them, before anybody multiplies."""
+
+import cutlass
+import cutlass.cute as cute
+
+from ...primitives.dequantise import Bytes, byte_layout
+from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.values import permuted
+from ..fused.kernels.forward import KeyCopies, Role
+from ..fused.kernels.registers.group_rows import RowLoad
+from .byte_tiling import OF_KEYS, OF_VALUES
+from .forward import (
+    BlockWithOnes,
+    HopperForward,
+    HopperForwardBlock,
+    HopperForwardFromFirst,
+    HopperForwardGuessing,
+    HopperForwardProducts,
+)
+from .tiling import launched_registers
+from .wgmma import MN, ROWS, WARPGROUP, issue_all, part_columns, product
+
+
+class OfBytes(HopperForward):
+    """What kernels of 16-bit K and V have more where these come as bytes: warps 1 to 7 make the stages that they read.
+
+    Edges: bytes of K (`byte_stages`) from warp 0 to warps 4 to 7, of V to warps 1 to 3; k and v
+    from these to the consumers, who see nothing of it. Timeline, for kv tiles 0, 1, 2, ...:
+
+        warp 0      K0 K1 V0 K2 V1 K3 V2 ...
+        4 to 7         K0 K1    K2    K3 ...
+        1 to 3               V0    V1    V2 ...
+        consumers         S0 | softmax 0 | S1, O += P0 V0 | ...
+    """
+
+    copying = 8
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.threads = (plan.tiling.warpgroups + 2) * WARPGROUP
+
+    def key_layout(self, rows, columns):
+        return byte_layout(rows, columns)
+
+    @cute.jit
+    def copy(self, call, block, warp):
+        if warp == 0:
+            ByteLoad(self, call, block).run()
+        elif warp < 4:
+            ConvertValues(self, call, block, warp - 1, OF_VALUES).run()
+        else:
+            ConvertKeys(self, call, block, warp - 4, OF_KEYS).run()
+
+
+class HopperForwardOfBytes(OfBytes):
+    """`HopperForward` of bytes."""
+
+    def block(self, call):
+        return ByteBlock(self, call)
+
+    def products(self, block, number):
+        return PartProducts(self.tiling, block, number)
+
+
+class HopperForwardGuessingOfBytes(OfBytes, HopperForwardGuessing):
+    """`HopperForwardGuessing` of bytes."""
+
+    def block(self, call):
+        return ByteBlockWithOnes(self, call)
+
+
+class HopperForwardFromFirstOfBytes(OfBytes, HopperForwardFromFirst):
+    """`HopperForwardFromFirst` of bytes."""
+
+    def block(self, call):
+        return ByteBlock(self, call)
+
+    def products(self, block, number):
+        return PartProducts(self.tiling, block, number)
+
+
+class ByteBlock(HopperForwardBlock):
+    """A block's shared memory with rings of bytes, behind all else."""
+
+    listeners = OF_KEYS + OF_VALUES
+
+    def __init__(self, kernel, call):
+        self.key_types = kernel.key_types
+        super().__init__(kernel.tiling, kernel.dtype, call)
+
+    def filled(self, columns, warps):
+        return Warps(warps)
+
+    def more_edges(self):
+        tiling = self.tiling
+        copies = (Copies(tiling.tile_n * columns) for columns in (tiling.d, tiling.dv))
+        return [Edge(tiling.byte_stages, each, Warps(n)) for each, n in zip(copies, (OF_KEYS, OF_VALUES), strict=True)]
+
+    def more_memory(self, smem):
+        tiling, (of_k, of_v) = self.tiling, self.key_types
+        self.byte_keys, self.byte_values = self.edges[-2:]
+        keys, stages = tiling.tile_n, tiling.byte_stages
+        self.bK = smem.allocate_tensor(of_k, byte_layout(keys, tiling.d, stages), 128)  # (keys, columns, stage)
+        self.bV = smem.allocate_tensor(of_v, byte_layout(keys, tiling.dv, stages), 128)
+
+
+class ByteBlockWithOnes(ByteBlock, BlockWithOnes):
+    """`ByteBlock` with columns of ones beside each V."""
+
+
+class ByteLoad(RowLoad):
+    """The copying warp: `RowLoad` with K and V into the rings of bytes."""
+
+    def first_slots(self):
+        return self.block.q_edge.first, self.block.byte_keys.first, self.block.byte_values.first
+
+    def copies(self, work):
+        block = self.block
+        return KeyCopies(self, work, (block.byte_keys, block.byte_values), (block.bK, block.bV))
+
+
+class Convert(Role):
+    """Warp `number` of those that make 16-bit tiles of bytes, of K or of V."""
+
+    def __init__(self, kernel, call, block, number, warps):
+        super().__init__(kernel, call, block)
+        self.number, self.warps, self.lane = number, warps, cute.arch.lane_idx()
+        self.source, self.target, self.bytes, self.numbers, columns, ones = self.rings()
+        self.form = Bytes(self.bytes.element_type, kernel.dtype, self.tiling.tile_n, columns)
+        self.offsets = self.form.lane_offsets(self.lane)
+        self.stage = 2 * self.tiling.tile_n * (columns + ones)  # bytes of a tile of numbers
+
+    def rings(self):
+        """(edge of bytes, edge of numbers, tiles of bytes, tiles of numbers, their columns, more beside them)."""
+        raise NotImplementedError
+
+    def first_slots(self):
+        return self.source.first, self.target.first
+
+    @cute.jit
+    def visit(self, work, slots):
+        slot, target_slot = slots
+        tiles = self.kernel.kv_tiles(self.call, work)
+        for _ in cutlass.range(tiles.count, unroll=1):
+            self.convert(slot, target_slot)
+            slot = slot.next()
+            target_slot = target_slot.next()
+        return slot, target_slot
+
+    @cute.jit
+    def convert(self, slot, target_slot):
+        """The next tile."""
+        form = self.form
+        self.source.wait(slot)
+        self.target.wait_empty(target_slot)
+        source = self.bytes.iterator.toint() + slot.index * (form.rows * form.columns)
+        target = self.numbers.iterator.toint() + target_slot.index * self.stage
+        form.convert(source, target, self.offsets, self.number, self.warps)
+        cute.arch.fence_view_async_shared()  # products read what these wrote
+        cute.arch.sync_warp()
+        self.target.fill(target_slot, self.lane)
+        self.source.release(slot, self.lane)
+
+
+class ConvertKeys(Convert):
+    def rings(self):
+        block = self.block
+        return block.byte_keys, block.k_edge, block.bK, block.sK, self.tiling.d, 0
+
+
+class ConvertValues(Convert):
+    def rings(self):
+        block = self.block
+        return block.byte_values, block.v_edge, block.bV, block.sV, self.tiling.dv, self.tiling.ones
+
+
+class PartProducts(HopperForwardProducts):
+    """Products of the output in parts of fewer columns, see `part_columns`."""
+
+    def __init__(self, tiling, block, number):
+        super().__init__(tiling, block, number)
+        dv, registers = tiling.dv, launched_registers(tiling.warpgroups + 1, tiling.blocks)
+        self.part = part_columns(dv, registers)
+        self.pv_part = product(block.dtype, self.part, right=MN, left_in_registers=True, written=tiling.steps.written)
+        pv, sVt = self.pv_part.get_slice(0), permuted(block.sV, 1, 0, 2)
+        parts = (cute.local_tile(sVt, (self.part, tiling.tile_n), (n, 0, None)) for n in range(dv // self.part))
+        self.right = [pv.make_fragment_B(pv.partition_B(part)) for part in parts]
+        self.part_shape = pv.partition_shape_C((ROWS, self.part))
+
+    def issue_output(self, tOrO, tOrP, slot) -> None:
+        layout = cute.make_layout(self.part_shape)
+        parts = (
+            (cute.make_tensor(tOrO.iterator + n * self.part // 2, layout), tOrP, right[None, None, None, slot.index])
+            for n, right in enumerate(self.right)
+        )
+        issue_all(self.pv_part, parts, True)
+
+
+__all__ = ["HopperForwardFromFirstOfBytes", "HopperForwardGuessingOfBytes", "HopperForwardOfBytes"]

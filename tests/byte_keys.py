@@ -1,0 +1,103 @@
+"""Calls with 16-bit queries beside keys and values of 8 bits, and the same kernels' calls on 16-bit ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import composattn as ca
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.hopper.byte_tiling import ByteTiling
+from composattn.backends.hopper.tiling import HopperTiling
+from composattn.backends.hopper.wide_tiling import WideTiling
+from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.testing import Case, make_case, make_paged_case, make_varlen_case
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def power_of_two(*shape: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(1))
+
+
+def of_bytes(case: Case, kind: torch.dtype = E4M3, k_scale: Any = None, v_scale: Any = None) -> Case:
+    """The case with k and v of 8 bits; what pages hold beyond a sequence stays NaN."""
+    k, v = (x.float().to(kind) for x in (case.k, case.v))
+    scales = [s.to(case.q.device) if isinstance(s, torch.Tensor) else s for s in (k_scale, v_scale)]
+    return dataclasses.replace(case, k=k, v=v, scales=(None, *scales), dout=None, dlse=None)
+
+
+def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, Any]]]]:
+    """By name a call and its options: some `n` queries and keys where there are many."""
+    how: dict[str, Any] = {"heads": 4, "kv_heads": 2, "device": device}
+    bf16, fp16 = {**how, "dtype": torch.bfloat16}, {**how, "dtype": torch.float16}
+    ids = (torch.arange(n) // 70).to(device)
+
+    def dense(q_len: int, dim: int, kind: torch.dtype = E4M3, of: Any = bf16, scales: Any = (), **more: Any) -> Case:
+        made = make_case(5, batch=2, q_len=q_len, kv_len=n, dim=dim, **more, **of)
+        return of_bytes(made, kind, *(power_of_two(*shape) for shape in scales))
+
+    def paged(lengths: list[int], size: int, **more: Any) -> Case:
+        made = make_paged_case(7, lengths, page_size=size, dim=64, **more, **bf16)
+        return of_bytes(made, E4M3, *(power_of_two(*made.k.shape[:3], 1) for _ in range(2)))
+
+    last, packed = {"mask_mod": causal("bottom_right")}, (n // 2, 0, 33)
+    return {
+        "one query, D 128": lambda: (dense(1, 128, scales=((2, 2), (2, 2))), {}),
+        "one query, D 64, e5m2, scales of rows": lambda: (dense(1, 64, E5M2, scales=((2, 2, n, 1),) * 2), {}),
+        "one query, fp16, scales of channels": lambda: (dense(1, 128, of=fp16, scales=((), (2, 2, 1, 128))), {}),
+        "parts of kv, fp16, e5m2": lambda: (dense(3, 128, E5M2, fp16, **last), {"schedule": Schedule(split_kv=3)}),
+        "a batch-invariant query": lambda: (dense(2, 128, **last), {"schedule": Schedule(batch_invariant=True)}),
+        "D 256": lambda: (dense(5, 256, **last), {}),
+        "D 576 and 512": lambda: (dense(2, 576, v_dim=512, scales=((), (2, 2)), **last), {}),
+        "D 320, scales of rows, e5m2": lambda: (dense(5, 320, E5M2, scales=((2, 2, n, 1),) * 2, **last), {}),
+        "causal, D 128": lambda: (dense(n, 128, scales=((2, 2), (2, 2)), mask_mod=causal()), {}),
+        "scales of rows, D 128": lambda: (dense(n, 128, scales=((2, 2, n, 1),) * 2, mask_mod=causal()), {}),
+        "alibi, D 96": lambda: (dense(n, 96, score_mod=alibi(4), mask_mod=causal()), {}),
+        "a soft cap, D 192 and 128": lambda: (dense(n, 192, E5M2, v_dim=128, score_mod=softcap(5.0)), {}),
+        "a window, D 64": lambda: (dense(n, 64, mask_mod=causal() & sliding_window(100)), {}),
+        "documents, D 128": lambda: (dense(n, 128, mask_mod=document(ids) & causal()), {}),
+        "blocks that stay": lambda: (dense(n, 128, mask_mod=causal()), {"schedule": Schedule(persistent=True)}),
+        "packed": lambda: (of_bytes(make_varlen_case(6, packed, dim=128, mask_mod=causal(), **bf16)), {}),
+        "pages": lambda: (paged([n, 17, 0], 16), {}),
+        "packed queries, larger pages": lambda: (paged([n, 17, 3], 128, q_lens=(9, 1, 2), mask_mod=causal()), {}),
+    }
+
+
+@contextlib.contextmanager
+def tiles_of_bytes() -> Iterator[None]:
+    """Inside, Hopper's calls of 16 bits have the tiles of the call before them that had k and v of 8 bits."""
+    hopper, chosen = ARCHITECTURES["hopper"], []
+
+    def choose(problem: Problem, *others: Any) -> Any:
+        if problem.narrow is not None:
+            chosen.append(hopper.forward_tiling(problem, *others))
+            return chosen[-1]
+        of_bytes = chosen[-1]
+        kind = HopperTiling if isinstance(of_bytes, ByteTiling) else WideTiling
+        return kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)})
+
+    ARCHITECTURES["hopper"] = dataclasses.replace(hopper, forward_tiling=choose)
+    try:
+        yield
+    finally:
+        ARCHITECTURES["hopper"] = hopper
+
+
+def both(case: Case, backend: str, **options: Any) -> tuple[Any, Any]:
+    """(out, lse) of the case, and of the same kernel on its bytes as 16-bit numbers, by scales as score mods."""
+    k, v = case.k.to(case.q.dtype), ca.Quantized(case.v, case.scales[2]).dequantised(case.q.dtype)
+    given = {"varlen": case.varlen, "paged": case.paged, "return_lse": True}
+    with tiles_of_bytes():
+        attend, again = (
+            ca.Attention(score_mod=score, mask_mod=case.mask_mod, backend=backend, **options)
+            for score in (case.score_mod, case.wide.score_mod)
+        )
+        found = attend(case.q, case.k, case.v, k_scale=case.scales[1], v_scale=case.scales[2], **given)
+        return found, again(case.q, k, v, **given)

@@ -1,0 +1,90 @@
+"""Keys and values of 8 bits beside 16-bit queries, by Hopper's generated kernels, emulated with no GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn import errors
+from composattn.backends.fused.running.emulated import emulating
+from composattn.emulator.mode import EAGER, LATE, random_mode
+from composattn.mods import causal
+from composattn.testing import check
+from tests.byte_keys import E4M3, E5M2, both, cases, power_of_two
+
+CASES = cases(300, "cpu")
+HOPPER = "hopper-emulated"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_the_same_kernel_on_the_bytes_as_16_bit_numbers(name: str) -> None:
+    case, options = CASES[name]()
+    (out, lse), (expected, expected_lse) = both(case, HOPPER, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("name", ["one query, D 128", "packed", "pages", "blocks that stay"])
+def test_results_are_right_in_whatever_order_warps_run(name: str) -> None:
+    case, options = CASES[name]()
+    for mode in (EAGER, LATE, random_mode(3)):
+        with emulating(mode):
+            check(functools.partial(ca.attention, backend=HOPPER, **options), case)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_each_finite_code_is_the_number_it_stands_for(kind: torch.dtype, dtype: torch.dtype) -> None:
+    """One key, whose value is the output; 256 channels have the 256 codes."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(kind)
+    codes = torch.where(codes.float().isfinite(), codes.float(), 1.0).to(kind)
+    q, k = torch.zeros(1, 1, 1, 256, dtype=dtype), torch.zeros(1, 1, 1, 256).to(kind)
+    out = ca.attention(q, k, codes.view(1, 1, 1, 256), backend=HOPPER)
+    assert torch.equal(out.float().flatten(), codes.float())
+
+
+def test_a_plan_says_what_comes_as_bytes() -> None:
+    q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 4096, 128).to(E4M3)
+    said = str(ca.Attention(backend=HOPPER).explain(q, k, k))
+    assert "k float8_e4m3fn" in said
+    assert "7 warps make 16 bits" in said
+
+
+def test_rows_that_copies_cannot_read_are_refused_by_name() -> None:
+    q, k = torch.zeros(1, 2, 4, 72, dtype=torch.bfloat16), torch.zeros(1, 2, 64, 72).to(E4M3)
+    with pytest.raises(errors.UnsupportedLayout, match="16 elements"):
+        ca.attention(q, k, k, backend=HOPPER)
+    padded = torch.zeros(1, 2, 64, 80).to(E4M3)[..., :72]
+    assert torch.equal(ca.attention(q, padded, padded, backend=HOPPER), torch.zeros_like(q))
+
+
+def test_where_many_rows_read_each_key_it_is_made_16_bits_once() -> None:
+    q = torch.randn(1, 64, 130, 64, dtype=torch.bfloat16)  # 8,320 rows of a head
+    k, v = (torch.randn(1, 1, 100, 64).to(E4M3) for _ in range(2))
+    attend = ca.Attention(mask_mod=causal("bottom_right"), backend=HOPPER)
+    assert "k and v in torch.bfloat16 for 8320 rows each" in str(attend.explain(q, k, v))
+    scale = power_of_two(1, 1, 100, 1)
+    wide = k.to(q.dtype), ca.Quantized(v, scale).dequantised()
+    assert torch.equal(attend(q, k, v, v_scale=scale), attend(q, *wide))
+
+
+def test_gradients_of_what_was_quantised_are_those_of_16_bits() -> None:
+    leaves = [torch.randn(1, 2, 70, 64).bfloat16().requires_grad_() for _ in range(3)]
+    made = ca.quantize(*leaves, hadamard=False, center=False)
+    wide = [x.dequantised(torch.bfloat16).detach().requires_grad_() for x in made]
+    attend = ca.Attention(mask_mod=causal(), backend=HOPPER)
+    outs = attend(*made), attend(*wide)
+    grads = [torch.autograd.grad(out.sum(), of) for out, of in zip(outs, (leaves, wide), strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_gradients_beside_bytes_are_refused_by_name() -> None:
+    q, k = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, 2, 64, 64).to(E4M3)
+    with pytest.raises(errors.GradientUnsupported, match="dequantised"):
+        ca.attention(q, k, k, backend=HOPPER)
