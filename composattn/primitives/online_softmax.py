@@ -38,6 +38,9 @@ class OnlineSoftmax(Fixed):
     Of a row whose largest score has nearly all of the sum the output is right only if the sum has that probability as
     it was rounded: 1 but for the rounding of the shift, 2^-24 of it, 2^-11 at scores of 10^4. Gradients of such rows
     are all dP - rowsum(dO·O), which is 0 of one key.
+
+    `offset`: probabilities, their sums and the output are 2 to this power as large until the row ends, so that a type
+    of few exponents holds more of them. `adds`: whether a step adds probabilities up, which else a product does.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class OnlineSoftmax(Fixed):
         least: float = -math.inf,
         threshold: RescaleThreshold = ALWAYS_RESCALE,
         factors: Any = None,
+        offset: float = 0.0,
+        adds: bool = True,
     ) -> None:
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
+        self.offset, self.adds = offset, adds
         self.least, self.threshold, self.factors = least, threshold, factors
         rows = shape.rows
         self.maximum = cute.make_rmem_tensor(rows, Float32)  # of scores, in their own unit
@@ -79,7 +85,8 @@ class OnlineSoftmax(Fixed):
             if factor is not None:
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
-            self.add(tile, r, factor)
+            if self.adds:
+                self.add(tile, r, factor)
 
     def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
         """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
@@ -126,7 +133,7 @@ class OnlineSoftmax(Fixed):
         shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)
         factor = None if first else exp2((before - shift) * self.scale)
         self.maximum[r] = maximum
-        self.scaled_shift[r] = shift * self.scale
+        self.scaled_shift[r] = self._less(shift * self.scale, self.offset)
         return factor
 
     def join(self, r: int, maximum: Any, total: Any, highest: Any) -> tuple[Any, Any]:
@@ -137,7 +144,7 @@ class OnlineSoftmax(Fixed):
         if self.highest is not None:
             self.highest[r] = cute.arch.fmax(self.highest[r], highest)
         own = self.raise_to(r, cute.arch.fmax(self.maximum[r], maximum))
-        other = exp2(maximum * self.scale - self.scaled_shift[r])
+        other = exp2(maximum * self.scale - self._less(self.scaled_shift[r], -self.offset))
         self.total[r] = self.total[r] * own + total * other
         return own, other
 
@@ -182,18 +189,20 @@ class OnlineSoftmax(Fixed):
         """
         for r in range(self.shape.rows):
             total = self.shape.along_row(add, self.total[r])
+            if self.offset:
+                total = total * 2.0**-self.offset
             normalizer[r], lse[r] = self._finished(r, total, sinks[r], self._rounding(r))
-            if factor != 1.0:
-                normalizer[r] = normalizer[r] * factor
+            if factor != 1.0 or self.offset:
+                normalizer[r] = normalizer[r] * (factor * 2.0**-self.offset)
 
     def normalize_by(
         self, normalizer: cute.Tensor, totals: Sequence[Any], sinks: Sequence[Any], factor: float = 1.0
     ) -> None:
         """`normalizer` as of `finish` with other sums of the rows, all lanes' together."""
         for r, total in enumerate(totals):
-            normalizer[r] = self._finished(r, total, sinks[r])[0]
-            if factor != 1.0:
-                normalizer[r] = normalizer[r] * factor
+            normalizer[r] = self._finished(r, total * 2.0**-self.offset if self.offset else total, sinks[r])[0]
+            if factor != 1.0 or self.offset:
+                normalizer[r] = normalizer[r] * (factor * 2.0**-self.offset)
 
     def _finished(self, r: int, total: Float32, sink: Any, rounding: Any = None) -> tuple[Float32, Float32]:
         """(1 / sum, LSE) of a row with that sum, which the output's has `rounding` more than."""
@@ -211,6 +220,10 @@ class OnlineSoftmax(Fixed):
         largest = exp2(cm.fma(self.maximum[r], self.scale, -self.scaled_shift[r]))
         rounding = largest.to(self.factors).to(Float32) - largest
         return choose(largest < Float32.inf, rounding, Float32(0.0))  # NaN has none either
+
+    @staticmethod
+    def _less(value: Any, offset: float) -> Any:
+        return value - offset if offset else value
 
     def _is_hidden(self, maximum: Any) -> Any:
         """Whether a row with this maximum has nothing to attend."""

@@ -1,4 +1,4 @@
-"""Row-major tiles of 16-bit numbers in shared memory, swizzled so that neither rows nor columns meet in a bank."""
+"""Row-major tiles of numbers in shared memory, swizzled so that neither rows nor columns meet in a bank."""
 
 from typing import Any
 
@@ -6,18 +6,20 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
-def swizzled(columns: int) -> int:
-    """How many 16-bit columns lie together in shared memory: the most, up to 64 (128 bytes), that divide `columns`."""
-    return next(wide for wide in (64, 32, 16) if columns % wide == 0)
+def swizzled(columns: int, element_bytes: int = 2) -> int:
+    """How many columns lie together in shared memory: the most, up to 128 bytes of them, that divide `columns`."""
+    return next(wide // element_bytes for wide in (128, 64, 32) if columns * element_bytes % wide == 0)
 
 
-def tile_layout(rows: int, columns: int, stages: int | None = None, together: int | None = None):
-    """Shared-memory layout of row-major tiles of 16-bit numbers: blocks of `swizzled` columns, one after the other.
+def tile_layout(
+    rows: int, columns: int, stages: int | None = None, together: int | None = None, element_bytes: int = 2
+):
+    """Shared-memory layout of row-major tiles: blocks of `swizzled` columns, one after the other.
 
     `together`: of so many columns, where those are read apart.
     """
-    wide = swizzled(together or columns)
-    pattern = cute.make_swizzle(wide.bit_length() - 4, 4, 3)
+    wide = swizzled(together or columns, element_bytes)
+    pattern = cute.make_swizzle((wide * element_bytes).bit_length() - 5, 4, 3)
     atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))

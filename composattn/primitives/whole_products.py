@@ -124,12 +124,12 @@ def _from_shared(operands: _Operands, tile: cute.Tensor, name: str) -> _Spelled:
 
 
 def _from_registers(operands: _Operands, a: cute.Tensor, steps: range, words: int) -> _Spelled:
-    """By the registers of each step, in which two numbers of 16 bits lie together."""
-    word = ir.IntegerType.get_signless(32)
-    every = llvm.StructType.get_literal([word] * (cute.cosize(a.layout) // 2))
+    """By the registers of each step, in which two numbers of 16 bits lie together, or four of 8."""
+    word, together = ir.IntegerType.get_signless(32), 32 // a.element_type.width
+    every = llvm.StructType.get_literal([word] * (cute.cosize(a.layout) // together))
     loaded, names = llvm.load(every, a.iterator.to_llvm_ptr()), {}
     for step in steps:
-        first = cute.crd2idx((0, 0, step), a.layout) // 2
+        first = cute.crd2idx((0, 0, step), a.layout) // together
         values = _members(loaded, word, range(first, first + words))
         names[step] = _listed([operands.name("r", value) for value in values])
     return lambda block, step: (names[step], "")

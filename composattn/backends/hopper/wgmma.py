@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -16,7 +17,7 @@ from ..fused.kernels.registers.output_rows import OutputProducts
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
-DEPTH = 16  # numbers of a row that a step of a product sums
+DEPTH_BYTES = 32  # of a row that a step of a product sums: 16 numbers of 16 bits, 32 of 8
 WARPGROUP = 128  # threads
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
@@ -45,25 +46,48 @@ class WholeProducts(warpgroup.MmaF16BF16Op):
 
     @property
     def instruction(self) -> Instruction:
-        rows, columns, depth = self.shape_mnk
         in_registers = self.a_src is warpgroup.OperandSource.RMEM
         majors = [self.b_major_mode] if in_registers else [self.a_major_mode, self.b_major_mode]
-        transposed = ", ".join(str(int(major == MN)) for major in majors)
-        kind = "bf16" if self.a_dtype is BFloat16 else "f16"
-        name = f"wgmma.mma_async.sync.aligned.m{rows}n{columns}k{depth}.f32.{kind}.{kind}"
-
-        def spell(sums: str, left: str, right: str, goes_on: str) -> str:
-            return f"{name} {sums}, {left}, {right}, {goes_on}, 1, 1, {transposed};"
-
-        left = rows * depth // 2 // WARPGROUP if in_registers else 0
-        return Instruction(rows * columns // WARPGROUP, left, spell)
+        transposed = "".join(f", {int(major == MN)}" for major in majors)
+        return _instruction(self, "bf16" if self.a_dtype is BFloat16 else "f16", transposed)
 
 
 class FreshProducts(WholeProducts):
     """`WholeProducts` products whose new sums name no registers of earlier sums."""
 
 
+class WholeFp8Products(warpgroup.MmaF8Op):
+    """The operation of a product of 8-bit numbers that is written whole; both operands lie along what is summed."""
+
+    @property
+    def instruction(self) -> Instruction:
+        return _instruction(self, BYTES[self.a_dtype], "")
+
+
+class FreshFp8Products(WholeFp8Products):
+    """`WholeFp8Products` products whose new sums name no registers of earlier sums."""
+
+
+WHOLE, FRESH = (WholeProducts, WholeFp8Products), (FreshProducts, FreshFp8Products)
+BYTES = {cutlass.Float8E4M3FN: "e4m3", cutlass.Float8E5M2: "e5m2"}
 OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": WholeProducts, "anew": FreshProducts}
+BYTE_OPERATIONS: dict[Written, type] = {
+    "by steps": warpgroup.MmaF8Op,
+    "whole": WholeFp8Products,
+    "anew": FreshFp8Products,
+}
+
+
+def _instruction(op: warpgroup.MmaF16BF16Op | warpgroup.MmaF8Op, kind: str, transposed: str) -> Instruction:
+    """`kind`: of the operands' numbers; `transposed`: which of them lie across what is summed, where that is said."""
+    rows, columns, depth = op.shape_mnk
+    name = f"wgmma.mma_async.sync.aligned.m{rows}n{columns}k{depth}.f32.{kind}.{kind}"
+
+    def spell(sums: str, left: str, right: str, goes_on: str) -> str:
+        return f"{name} {sums}, {left}, {right}, {goes_on}, 1, 1{transposed};"
+
+    in_registers = op.a_src is warpgroup.OperandSource.RMEM
+    return Instruction(rows * columns // WARPGROUP, rows * DEPTH_BYTES // 4 // WARPGROUP if in_registers else 0, spell)
 
 
 def product(
@@ -71,7 +95,11 @@ def product(
 ) -> cute.TiledMma:
     """64 rows by `columns`, summed in fp32; the operands' contiguous modes; how it is `written` where it is issued."""
     source = warpgroup.OperandSource.RMEM if left_in_registers else warpgroup.OperandSource.SMEM
-    op = OPERATIONS[written](dtype, Float32, (ROWS, columns, DEPTH), source, left, right)
+    shape = (ROWS, columns, DEPTH_BYTES * 8 // dtype.width)
+    if dtype.width == 8:
+        op = BYTE_OPERATIONS[written](dtype, dtype, Float32, shape, source, left, right)
+    else:
+        op = OPERATIONS[written](dtype, Float32, shape, source, left, right)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
 
 
@@ -113,8 +141,8 @@ def issue_in_parts(
 def _multiply(
     mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
 ) -> None:
-    if isinstance(mma.op, WholeProducts):
-        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, FreshProducts))
+    if isinstance(mma.op, WHOLE):
+        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, FRESH))
         return
     # an atom of its own: its accumulate flag changes along the way
     atom = cute.make_mma_atom(mma.op)
@@ -149,6 +177,23 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
 
 
 # --- from tensors to registers, and back ------------------------------------------------------------------------
+
+
+def round_to_e4m3(left: cute.Tensor, sums: cute.Tensor) -> None:
+    """A product's sums, rounded to e4m3 with no exchange between lanes, as the left operand of another one.
+
+    A word has four columns that its thread has: two of each 8, so the operand's columns of each 16 come in the order
+    0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in which the rows of the right operand have to lie.
+    """
+    words = cute.recast_tensor(left, cutlass.Int32)
+    for i in range(cute.size(words)):
+        first = 16 * (i // 4) + 8 * (i // 2 % 2) + 2 * (i % 2)  # rows r and r + 8 come in turns
+        words[i] = cute.arch.inline_ptx(
+            "{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
+            "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\nmov.b32 {$w0}, {low, high};\n}",
+            write_only_types=[cutlass.Int32],
+            read_only_args=[sums[first + place] for place in (0, 1, 4, 5)],
+        )
 
 
 def get(mma: cute.TiledMma, registers: cute.Tensor, shared: cute.Tensor, thread) -> None:
