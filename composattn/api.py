@@ -10,6 +10,7 @@ from torch._C import _are_functorch_transforms_active
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from .backends import multiplies_eight_bits
 from .call.checks import refuse_keywords
 from .call.eight_bits import Quantized
 from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
@@ -211,7 +212,9 @@ class Attention(Pinned):
         if not (isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized)):
             return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
         (score, mask, sink, keep, _), options = self._state
-        call = in_eight_bits((q, k, v), (None,) * 3, None, (varlen, paged), score, options[0], sink is not None)
+        where, multiplies = (varlen, paged), multiplies_eight_bits(options[1])
+        call = in_eight_bits((q, k, v), (None,) * 3, None, where, score, options[0], sink is not None, multiplies)
+        options = options if call.out_dtype is None else (*options, call.out_dtype)
         score = None if call.score_mod is None else Score.of(call.score_mod)
         attn = Pinned((score, mask, sink, keep, call.values), options)
         return explain(attn, Inputs(call.q, call.k, call.v, varlen, paged), emulate=emulate)
@@ -342,7 +345,11 @@ def _quantised(
     score_mod, mask_mod, sinks, keep = mods
     q_scale, k_scale, v_scale, out_dtype = scales
     seen = sinks is not None or asked != OUT_ALONE
-    call = in_eight_bits(tensors, (q_scale, k_scale, v_scale), out_dtype, where, score_mod, options[0], seen)
+    # transforms of torch.func compute in PyTorch
+    multiplies = None if _are_functorch_transforms_active() else multiplies_eight_bits(options[1])
+    scaled = q_scale, k_scale, v_scale
+    call = in_eight_bits(tensors, scaled, out_dtype, where, score_mod, options[0], seen, multiplies)
+    options = options if call.out_dtype is None else (*options, call.out_dtype)
     inputs = Inputs(call.q, call.k, call.v, *where)
     compiling = torch.compiler.is_compiling()
     recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()

@@ -14,6 +14,8 @@ from .. import errors
 from ..analysis.program import Program
 from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
+from ..call.quantized import Multiplies
+from ..mods.values import Values
 from . import blackwell, hopper, reference, streaming
 from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
@@ -151,6 +153,17 @@ def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, st
         return backend, backend.prepare_elsewhere, f"; planned for {gpu}, not to run here: {why}"
     backend = choose(name, problem)
     return backend, backend.prepare, ""
+
+
+def multiplies_eight_bits(name: str | None) -> Multiplies:
+    """Whether the backend of that name, by default that of a call's device, multiplies its queries as 8-bit numbers."""
+
+    def multiplies(problem: Problem, values: Values | None) -> bool:
+        named = default_for(problem.device) if name is None else name
+        architecture = ARCHITECTURES.get(named.removesuffix("-emulated")) if isinstance(named, str) else None
+        return architecture is not None and architecture.multiplies_eight_bits(problem, values)
+
+    return multiplies
 
 
 def default_for(device: torch.device) -> str:

@@ -154,9 +154,14 @@ class Problem:
 
     @staticmethod
     def of(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None = None, paged: Paged | None = None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        varlen: Varlen | None = None,
+        paged: Paged | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Problem:
-        """The problem that q, k and v pose.
+        """The problem that q, k and v pose; `out_dtype`: where q has 8 bits too, None of others.
 
         Raises: `NotATensor`, `WrongRank`, `ShapeMismatch`, `GroupMismatch`, `EmptyDimension`, `DTypeMismatch`,
         `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`,
@@ -166,7 +171,7 @@ class Problem:
         _check_rank("q", q, layout.q)
         _check_rank("k", k, layout.kv)
         _check_rank("v", v, layout.kv)
-        _check_types({"q": q, "k": k, "v": v})
+        _check_types({"q": q, "k": k, "v": v}, out_dtype)
         if paged is not None:
             _check_page_size(paged, k)
         _check_shapes(q, k, v, layout)
@@ -181,7 +186,7 @@ class Problem:
         _check_sizes(batch, q_heads, q_len, kv_len, layout)
         sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v)
         narrow = (q.dtype, k.dtype, v.dtype) if k.dtype in EIGHT_BITS else None
-        return Problem(*sizes, q.dtype, q.device, layout=layout, narrow=narrow)
+        return Problem(*sizes, out_dtype or q.dtype, q.device, layout=layout, narrow=narrow)
 
 
 def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
@@ -283,18 +288,18 @@ def _sizes(t: torch.Tensor, lies: str) -> tuple[int, int, int, int]:
     return batch, heads, length, dim
 
 
-def _check_types(tensors: dict[str, torch.Tensor]) -> None:
+def _check_types(tensors: dict[str, torch.Tensor], out_dtype: torch.dtype | None) -> None:
     dtypes = {name: t.dtype for name, t in tensors.items()}
     dtype = dtypes["q"]
     if len(set(dtypes.values())) > 1 and not (dtypes["k"] in EIGHT_BITS and dtypes["v"] in EIGHT_BITS):
         raise errors.DTypeMismatch(
             f"q, k and v must have one dtype, or k and v 8 bits, got {dtypes}; cast two of them, or quantise k and v"
         )
-    if dtype in EIGHT_BITS:
+    if dtype in EIGHT_BITS and out_dtype is None:
         raise errors.UnsupportedDType(
             f"q is {dtype}, and its output can't be; say q_scale= (1.0 where there is none) or out_dtype=torch.bfloat16"
         )
-    if dtype not in _DTYPES:
+    if (out_dtype or dtype) not in _DTYPES:
         raise errors.UnsupportedDType(f"q, k and v are {dtype}; attention takes {', '.join(map(str, _DTYPES))}")
     devices = {name: str(t.device) for name, t in tensors.items()}
     if len(set(devices.values())) > 1:

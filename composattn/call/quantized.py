@@ -14,7 +14,7 @@ from ..graph.sizes import surely
 from ..mods.score import Score
 from ..mods.values import Values
 from .eight_bits import EIGHT_BITS, Quantized, refuse_narrow_gradient
-from .problem import softmax_scale
+from .problem import Problem, softmax_scale
 from .scales import rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
 
@@ -22,14 +22,22 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What 8-bit queries may be widened to; both 8-bit types fit into each."""
 
 
+Multiplies = Callable[[Problem, Values | None], bool]
+"""Whether 8-bit queries of a call, whose values have these factors, are multiplied as such."""
+
+
 class InEightBits(NamedTuple):
-    """A call with quantised tensors as all roads take it: 8-bit k and v as they are, scales as mods."""
+    """A call with quantised tensors as all roads take it: 8-bit k and v as they are, scales as mods.
+
+    `out_dtype`: where q has 8 bits too; None where it is wide, and out is like it.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     score_mod: Any
     values: Values | None
+    out_dtype: torch.dtype | None
 
 
 def in_eight_bits(
@@ -40,14 +48,15 @@ def in_eight_bits(
     score_mod: Callable[..., Any] | None,
     scale: float | None,
     sums_are_seen: bool,
+    multiplies: Multiplies | None = None,
 ) -> InEightBits:
     """The call that `tensors` (q, k, v, each a tensor or `Quantized`) and their `scales` say.
 
     sums_are_seen: by sinks, or who asks for LSE or the largest scores. They get k's mean back then, as a score mod does
         that does more than add: what a row's scores share changes nothing else, and takes a pass over q.
 
-    q of 8 bits is widened to `out_dtype`, which is exact. Where a quantised tensor asks for a gradient, all are
-    dequantised, so that it flows straight through.
+    q of 8 bits is widened to `out_dtype`, which is exact, unless who computes `multiplies` such. Where a quantised
+    tensor asks for a gradient, all are dequantised, so that it flows straight through.
 
     Raises: `NotATensor`, `UnsupportedOption`, `UnsupportedDType`, `ShapeMismatch`, `GradientUnsupported`.
     """
@@ -56,18 +65,28 @@ def in_eight_bits(
     if torch.is_grad_enabled() and any(x.wide is not None for x in given):
         given = [Quantized(x.dequantised(dtype), None, x.mean) for x in given]
     q, k, v = given
-    queries = q.data.to(dtype)
+    queries = q.data
     of_q, of_k, of_v = rows_of(queries, k.data, v.data, *where)
     before = [] if k.scale is None else [(of_k, k.scale)]
     behind = [] if q.scale is None else [(of_q, q.scale)]
     shift = None
     if k.mean is not None and (sums_are_seen or _bends(score_mod)) and not surely(queries.numel() == 0):
-        shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries, k.mean)
+        shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries.to(dtype), k.mean)
     read = scaled_scores(before, shift, behind)
     if read is not None:
         score_mod = read if score_mod is None else read >> Score.of(score_mod)
     values = None if v.scale is None else scaled_values(of_v, v.scale)
-    return InEightBits(queries, k.data, v.data, score_mod, values)
+    return _widened(InEightBits(queries, k.data, v.data, score_mod, values, dtype), where, multiplies)
+
+
+def _widened(
+    call: InEightBits, where: tuple[Varlen | None, Paged | None], multiplies: Multiplies | None
+) -> InEightBits:
+    """The call with q of the output's type, unless it has 8 bits and is multiplied so."""
+    narrow = multiplies is not None and call.q.dtype in EIGHT_BITS
+    if multiplies is not None and narrow:
+        narrow = multiplies(Problem.of(*call[:3], *where, out_dtype=call.out_dtype), call.values)
+    return call if narrow else call._replace(q=call.q.to(call.out_dtype), out_dtype=None)
 
 
 def _quantized(name: str, given: Any, scale: Any) -> Quantized:

@@ -51,6 +51,7 @@ from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_form
 from .plan_cache import planned_of
 from .planned import Planned, asked_of, refuse_gradient
+from .plans import Options
 from .serialized import Serialized, parse
 from .transforms import active, break_graph
 
@@ -219,16 +220,18 @@ def attend(
         saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     saved.untyped_storage().composattn_of = planned, now, Lay((*captured, *lengths))  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
-    return in_form(out.to(q.dtype), ordered(q, v.shape[-1])), lse, max_scores, saved
+    dtype = planned.options.out_dtype or q.dtype
+    return in_form(out.to(dtype), ordered(q, v.shape[-1], dtype)), lse, max_scores, saved
 
 
 @attend.register_fake
 def _(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, _, lengths, hints, *_, with_max = arguments
-    Problem.of(*Inputs.unflatten(q, k, v, lengths, hints))
+    q, k, v, _, lengths, hints, form, _, with_max = arguments
+    dtype = Options(*parse(form)[1]).out_dtype
+    Problem.of(*Inputs.unflatten(q, k, v, lengths, hints), out_dtype=dtype)
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     lse, max_scores = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in (rows, rows if with_max else (0,)))
-    return ordered(q, v.shape[-1]), lse, max_scores, _saved(q, len(hints) - HINTS)
+    return ordered(q, v.shape[-1], dtype), lse, max_scores, _saved(q, len(hints) - HINTS)
 
 
 @torch.library.custom_op("composattn::attend_backward", mutates_args=())

@@ -27,11 +27,11 @@ class Pinned(Planned):
     serialized: Serialized
 
     def __init__(self, mods: Mods, options: tuple[Any, ...]) -> None:
-        """`options`: scale, backend, deterministic, schedule."""
+        """`options`: those of `plans.Options`."""
         self._state = mods, options
         program = Program(*(None if mod is None else mod.expr for mod in mods))
         super().__init__(program, Options(*options))
-        self.scale, self.backend, self.deterministic, self.schedule = options
+        self.scale, self.backend, self.deterministic, self.schedule = options[:4]
         self.serialized = serialize(mods, options)
         self.number = operators.register(self)
         self._seen = [_look(t) for t in self.serialized.tensors]

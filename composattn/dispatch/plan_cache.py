@@ -105,8 +105,8 @@ def _formed(kind: type[Score] | type[Mask], trace: Any, mod: Any, mark: Fingerpr
 
 def _asked(forms: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a plan is known by but the captured tensors; None where an option can't be hashed, which is none."""
-    scale, backend, deterministic, schedule = options
-    if scale is None and backend is None and deterministic is None and schedule is None:
+    scale, backend, deterministic, schedule, *out_dtype = options
+    if scale is None and backend is None and deterministic is None and schedule is None and not out_dtype:
         return forms
     try:
         hash(options)

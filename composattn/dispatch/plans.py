@@ -24,12 +24,20 @@ _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts
 
 
 class Options:
-    """What a call asks for besides its mods; checked, compared by value."""
+    """What a call asks for besides its mods; checked, compared by value.
 
-    __slots__ = ("backend", "deterministic", "scale", "schedule")
+    `out_dtype`: where q has 8 bits and is multiplied so; None where out is like q.
+    """
+
+    __slots__ = ("backend", "deterministic", "out_dtype", "scale", "schedule")
 
     def __init__(
-        self, scale: float | None, backend: str | None, deterministic: bool | None, schedule: Schedule | None
+        self,
+        scale: float | None,
+        backend: str | None,
+        deterministic: bool | None,
+        schedule: Schedule | None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         softmax_scale(scale, 1)
         backends.check_name(backend)
@@ -39,7 +47,7 @@ class Options:
             )
         if schedule is not None and not isinstance(schedule, Schedule):
             raise errors.InvalidSchedule(f"schedule is a {type(schedule).__name__}; pass ca.Schedule(...)")
-        self.scale, self.backend, self.deterministic = scale, backend, deterministic
+        self.scale, self.backend, self.deterministic, self.out_dtype = scale, backend, deterministic, out_dtype
         self.schedule = AUTO if schedule is None else schedule
 
 
@@ -57,7 +65,7 @@ class Plans:
         try:
             form = inputs.form
         except (AttributeError, TypeError, RuntimeError):
-            Problem.of(*inputs)  # not tensors, or not strided ones: says which
+            Problem.of(*inputs, out_dtype=self.options.out_dtype)  # not tensors, or not strided ones: says which
             raise
         call = self._prepared.get(form)
         if call is None:
@@ -106,6 +114,6 @@ class Plans:
 
     def problem(self, inputs: Inputs) -> Problem:
         """The checked facts of a call with these inputs."""
-        problem = Problem.of(*inputs)
+        problem = Problem.of(*inputs, out_dtype=self.options.out_dtype)
         options = self.options
         return dataclasses.replace(problem, deterministic=options.deterministic, schedule=options.schedule)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..call.quantized import WIDE
 from ..call.schedule import Schedule
 from ..errors import InvalidArgument
 from ..graph.form import READING_FAILS, leaf_count, unreadable
@@ -18,6 +19,9 @@ from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
 from ..mods.values import Values
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WIDE}
+"""Types of out where q has 8 bits, by name."""
 
 pytree.register_constant(Schedule)  # torch before 2.13 takes no other objects as constants
 
@@ -41,11 +45,11 @@ class Serialized(NamedTuple):
 
 
 def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
-    """Writes a call with these mods and options (scale, backend, deterministic, schedule)."""
+    """Writes a call with these mods and options, those of `plans.Options`."""
     leaves: tuple[Any, ...] = ()
     for mod in mods:
         leaves += () if mod is None else mod.leaves
-    scale, backend, deterministic, schedule = options
+    scale, backend, deterministic, schedule, *out_dtype = options
     if isinstance(scale, float):
         scale = float(scale)  # numpy's floats, too, are written as Python's
     if schedule is not None:
@@ -56,10 +60,14 @@ def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
     kinds = "".join([_kind(leaf) for leaf in leaves])
     lines = [
         *["-" if mod is None else mod.form for mod in mods],
-        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r})",
+        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r}{_names(out_dtype)})",
     ]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return Serialized("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+
+
+def _names(out_dtype: list[torch.dtype]) -> str:
+    return "".join([f", {str(dtype).removeprefix('torch.')!r}" for dtype in out_dtype])
 
 
 def _kind(leaf: Any) -> str:
@@ -74,8 +82,9 @@ def parse(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
     try:
         score, mask, sink, keep, values, last = form.split("\n")
         mods = tuple([None if mod == "-" else mod for mod in (score, mask, sink, keep, values)])
-        scale, backend, deterministic, schedule, kinds = ast.literal_eval(last)
-        options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule))
+        scale, backend, deterministic, schedule, kinds, *out_dtype = ast.literal_eval(last)
+        dtypes = [DTYPES[name] for name in out_dtype]
+        options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule), *dtypes)
         if len(kinds) != sum(map(leaf_count, mods)) or not set(kinds) <= set("tsn"):
             raise ValueError(f"{kinds!r} are not the tensors and numbers of its mods")
     except InvalidArgument:

@@ -12,6 +12,7 @@ import torch
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....errors import GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ....mods.values import Values
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -41,6 +42,10 @@ def _no_table(problem: Problem, program: Program, target: Target, deterministic:
     return "by rules; no table says what was measured"
 
 
+def _never(problem: Problem, values: Values | None) -> bool:
+    return False
+
+
 def _no_eight_bits(problem: Problem, program: Program) -> str:
     return "FP8 keys and values have no kernel"
 
@@ -54,7 +59,8 @@ class Architecture:
     Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
     dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
     step that a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or
-    what they are multiplied by, have no kernel; "" where there is one.
+    what they are multiplied by, have no kernel; "" where there is one. `multiplies_eight_bits`: whether products of a
+    call are of 8-bit numbers; else 8-bit queries are widened before.
     """
 
     name: str
@@ -71,6 +77,7 @@ class Architecture:
     forward_words: Callable[[Problem, Program, Target], str] = _no_table
     backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
+    multiplies_eight_bits: Callable[[Problem, Values | None], bool] = _never
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""
