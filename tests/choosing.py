@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FILES = {
     "fused": "backward_heads call_class coverage cut few_queries order patterns scheduler tiling traits",
     "hopper": "backward_choice backward_class backward_forms backward_table backward_tiling evidence few_rows "
-    "forward_choice forward_forms forward_shapes forward_table maxima tiling wide_tiling",
+    "forward_choice forward_forms forward_shapes forward_table fp8_choice fp8_tiling maxima tiling wide_tiling",
     "blackwell": "backward_choice backward_tiling tiling",
 }
 """By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""

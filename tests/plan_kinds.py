@@ -53,6 +53,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-wide": lambda: forward(HOPPER, d=512),
     "hopper-forward-of-bytes": lambda: forward(HOPPER, length=SHORT, narrow=BYTES),
     "hopper-forward-wide-of-bytes": lambda: forward(HOPPER, d=512, length=SHORT, narrow=BYTES),
+    "hopper-forward-fp8": lambda: forward(HOPPER, narrow=(torch.float8_e4m3fn,) * 3),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),

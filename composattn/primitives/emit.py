@@ -25,6 +25,7 @@ from cutlass.cute import math as cm
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
+from ..graph.factors import score_factors
 from ..graph.jumps import deciding
 from ..graph.least_score import LEAST_SCORE
 from ..graph.linear import Affine, affine
@@ -42,6 +43,7 @@ from .score_tile import LIFTED, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
 LEAVES = frozenset(("index", "score", "scalar", "size", "read"))  # what is given; all else is computed of them
+LEAST_SCALE = 2.0**-100  # above 0, as -inf times 0 is NaN
 WORD = 24  # positions that a word of `run_of` speaks of
 
 _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
@@ -489,7 +491,8 @@ class Mods:
     The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
     `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it. `steepest`: see
-    `steepest_tanh`.
+    `steepest_tanh`. `folds`: a score mod that only multiplies by numbers of the head is folded into the work tile's
+    scale (`BoundMods.scaled`).
     """
 
     def __init__(
@@ -499,8 +502,14 @@ class Mods:
         of_one_head: bool = True,
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
+        folds: bool = False,
     ) -> None:
         self.score, self.mask, self.sink, self.keep, self.values = program.mods
+        self.folded: tuple[Expr, ...] = ()
+        if folds and positive_scale and self.score is not None:
+            found = score_factors(self.score, lambda node: _is_fixed(node, of_one_head))
+            if found is not None:
+                self.score, self.folded = None, found
         self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
@@ -572,6 +581,14 @@ class BoundMods(Fixed):
             return None
         value, shift = Float32(convert(self.work.value(self.mods.sink, r), DType.FLOAT)), self.row_shift[r]
         return value if shift is None else value - shift
+
+    def scaled(self, scale: Any) -> Any:
+        """`scale` times what is folded into it: NaN, for all to see, where that is negative, which no softmax takes."""
+        if not self.mods.folded:
+            return scale
+        for factor in self.mods.folded:
+            scale = scale * Float32(convert(self.work.value(factor), DType.FLOAT))
+        return choose(scale >= 0.0, cute.arch.fmax(scale, Float32(LEAST_SCALE)), Float32(math.nan))
 
     @property
     def kept_factor(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import HOPPER
 from .backward_choice import backward_tiling, backward_words
-from .eight_bits import refuses_eight_bits
+from .eight_bits import multiplies_eight_bits, refuses_eight_bits
 from .forward_choice import forward_tiling, forward_words
 
 
@@ -23,6 +23,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_pair import HopperBackwardPair
     from .backward_wide import HopperBackwardWide
     from .forward import HopperForward, HopperForwardFromFirst, HopperForwardGuessing
+    from .forward_fp8 import HopperForwardFp8
     from .forward_of_bytes import HopperForwardFromFirstOfBytes, HopperForwardGuessingOfBytes, HopperForwardOfBytes
     from .forward_wide import HopperForwardWide
     from .forward_wide_of_bytes import HopperForwardWideOfBytes
@@ -37,6 +38,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward_from_first_of_bytes": HopperForwardFromFirstOfBytes,
         "forward_wide": HopperForwardWide,
         "forward_wide_of_bytes": HopperForwardWideOfBytes,
+        "forward_fp8": HopperForwardFp8,
         "combine": Combine,
         "preprocess": Preprocess,
         "backward": HopperBackward,
@@ -65,4 +67,5 @@ ARCHITECTURE = Architecture(
     forward_words=forward_words,
     backward_words=backward_words,
     refuses_eight_bits=refuses_eight_bits,
+    multiplies_eight_bits=multiplies_eight_bits,
 )

@@ -103,7 +103,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         self.threads, self.blocks = (plan.tiling.warpgroups + 1) * WARPGROUP, plan.tiling.blocks
 
     def block(self, call):
-        return HopperForwardBlock(self.tiling, self.dtype, call)
+        return HopperForwardBlock(self.tiling, self.dtype, self.out_dtype, call)
 
     def products(self, block, number):
         return HopperForwardProducts(self.tiling, block, number)
@@ -163,7 +163,7 @@ class HopperForwardGuessing(HopperForwardApart):
     group_rows = GuessingRows
 
     def block(self, call):
-        return BlockWithOnes(self.tiling, self.dtype, call)
+        return BlockWithOnes(self.tiling, self.dtype, self.out_dtype, call)
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
@@ -184,11 +184,11 @@ class HopperForwardBlock(Fixed):
 
     listeners = 0  # warps beside the consumers that hear of drawn tiles
 
-    def __init__(self, tiling, dtype, call):
+    def __init__(self, tiling, dtype, out_dtype, call):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
-        q_layout, o_layout = tile_layout(ROWS, tiling.d), tile_layout(ROWS, tiling.dv)
-        k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages)
         wide = dtype.width // 8
+        q_layout, o_layout = tile_layout(ROWS, tiling.d, element_bytes=wide), tile_layout(ROWS, tiling.dv)
+        k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages, element_bytes=wide)
         consumers = warps_of(tiling.warpgroups)
         edges = [
             Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide), consumers),
@@ -217,8 +217,8 @@ class HopperForwardBlock(Fixed):
         self.sQ = tensor_of(start, q_layout, dtype, (self.groups, region), (stages, every))
         if tiling.separate_o:
             region = ROWS * tiling.dv
-            start = smem.allocate_array(dtype, tiling.warpgroups * region, byte_alignment=1024)
-        self.sO = tensor_of(start, o_layout, dtype, (self.groups, region))  # (64, Dv, warpgroup)
+            start = smem.allocate_array(out_dtype, tiling.warpgroups * region, byte_alignment=1024)
+        self.sO = tensor_of(start, o_layout, out_dtype, (self.groups, region))  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)
         self.sV = self.values(smem)
         self.more_memory(smem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...analysis.program import Program
+from ...call.eight_bits import EIGHT_BITS
 from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Rounds, class_of
@@ -13,12 +14,15 @@ from ..fused.tiles.target import Target
 from .few_rows import few_rows
 from .forward_forms import Facts, tiling_of
 from .forward_table import FORMS, ForwardForm, row_of, serves
+from .fp8_choice import fp8_tiling, fp8_words
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """Tiles of the forward kernel."""
+    if problem.types.q in EIGHT_BITS:
+        return fp8_tiling(problem, program, target)
     call = forward_class(problem, program, target)
     own, others = row_of(call).form, (form for form in FORMS if serves(form, call))
     return tuned.tiling(call, problem, target, own, others, lambda f: tiling_of_form(f, call, problem, program, target))
@@ -35,6 +39,8 @@ def forward_class(problem: Problem, program: Program, target: Target) -> CallCla
 
 def forward_words(problem: Problem, program: Program, target: Target) -> str:
     """The class of a call, the form it gets, and what says so, for people to read."""
+    if problem.types.q in EIGHT_BITS:
+        return fp8_words(problem, program)
     call = forward_class(problem, program, target)
     row, known = row_of(call), tuned.of_call(call, problem, target)
     chosen = f"{known.form}; {known}; the table says {row.form}" if known else f"{row.form}; {row.evidence}"

@@ -86,7 +86,7 @@ class ByteBlock(HopperForwardBlock):
 
     def __init__(self, kernel, call):
         self.key_types = kernel.key_types
-        super().__init__(kernel.tiling, kernel.dtype, call)
+        super().__init__(kernel.tiling, kernel.dtype, kernel.out_dtype, call)
 
     def filled(self, columns, warps):
         return Warps(warps)

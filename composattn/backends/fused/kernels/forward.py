@@ -36,8 +36,10 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
     blocks = 1  # on an SM at once
+    folds_scales = False  # whether each work tile has a softmax scale of its own
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     dtype: Any  # of q
+    out_dtype: Any  # of output rows in shared memory, of which parts of a split have none
     key_types: tuple[Any, Any]  # of k and v
 
     def __init__(self, plan: ForwardPlan[AnyForwardTiling], fragment: FragmentShape):
@@ -45,7 +47,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment)
-        self.mods = Mods(plan.program, plan.positive_scale, self.fragment.of_one_head, plan.captured, self.arithmetic)
+        of_rows = self.fragment.of_one_head, plan.captured, self.arithmetic, self.folds_scales
+        self.mods = Mods(plan.program, plan.positive_scale, *of_rows)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 
     def __repr__(self):
@@ -67,6 +70,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
         self.dtype, self.key_types = given.q.element_type, (given.k.element_type, given.v.element_type)
+        self.out_dtype = self.dtype if self.plan.is_split else given.out.element_type
         found = launched(self.plan, given, self.heads, self.rows, self.key_layout)
         made = found.tensors, given.lse, given.max_scores, found.order
         read = given.scale, given.captured, given.scalars, found.queries, found.keys

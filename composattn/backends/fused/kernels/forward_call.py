@@ -76,9 +76,9 @@ def launched(
         entries, q_rows, kv_rows = given.q.shape[0] * plan.strips.count, queries.length, keys.length
     mQ = heads.view(mQ)
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    box = heads.box(rows)
+    box, wide = heads.box(rows), given.q.element_type.width // 8
     q_box, o_box = in_copies(queries, box, tiling.d), in_copies(queries, box, tiling.output_columns)
-    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d), q_box)
+    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d, element_bytes=wide), q_box)
     (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
     k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
     tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, key_layout(*k_box), in_copies(keys, *k_box))

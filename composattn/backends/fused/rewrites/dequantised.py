@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ....call.eight_bits import EIGHT_BITS
 from ..tiles.architecture import architecture_of
 from ..tiles.traits import queries
 from .posed import Found, Nothing, Posed, Rewritten
@@ -21,7 +22,8 @@ MANY = 8192
 def dequantised(posed: Posed) -> Found:
     """The call with 16-bit k and v, which its launch makes of those it gets; not of pages, of which few may be read."""
     problem = posed.problem
-    if problem.narrow is None or problem.layout.kv == "paged":
+    multiplied = problem.types.q in EIGHT_BITS
+    if problem.narrow is None or multiplied or problem.layout.kv == "paged":
         return Nothing()
     if architecture_of(posed.target).refuses_eight_bits(problem, posed.program):
         return Nothing()

@@ -124,6 +124,11 @@ class ForwardTiling(Tiling):
         return False
 
     @property
+    def offset(self) -> float:
+        """Probabilities are 2 to this power as large until rows end."""
+        return 0.0
+
+    @property
     def most_rows(self) -> int:
         """How many rows of a tile may be queries' heads."""
         return self.tile_m

@@ -229,7 +229,10 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, True, seen, first=True)
-        # registers in order: an accumulator's is that of the next product's left operand
+        self.round(probabilities)
+
+    def round(self, probabilities):
+        """To tOrP: registers in order, as an accumulator's is that of the next product's left operand."""
         narrow(self.tOrP, probabilities)
 
     @cute.jit
@@ -267,7 +270,7 @@ class GroupRows(OutputRows[Any]):
             self.block.k_edge.release(k_slot, choose(self.is_negative(probabilities), Int32(LANES), self.me.lane))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
-        narrow(self.tOrP, probabilities)
+        self.round(probabilities)
         if not self.tiling.steps.rescale_early:
             self.rescale_output()
 

@@ -26,6 +26,7 @@ class OutputProducts(Fixed, abc.ABC):
     """S = Q Kᵀ and O += P V of a group, whose threads have two rows each, and of each 8 columns a pair."""
 
     output_shape: Any
+    adds_probabilities = False  # whether the output's product does, in columns of its own, so that the softmax need not
 
     @abc.abstractmethod
     def probabilities(self) -> cute.Tensor | None:
@@ -84,9 +85,10 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.tOrP = me.products.probabilities()
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
-        least, threshold = mods.least_score, me.tiling.threshold
-        factors = self.block.dtype
-        self.softmax = OnlineSoftmax(me.shape, me.scale_log2, highest, units, me.arithmetic, least, threshold, factors)
+        least, threshold, offset = mods.least_score, me.tiling.threshold, me.tiling.offset
+        factors = None if offset else self.block.dtype
+        of_rows = highest, units, me.arithmetic, least, threshold, factors, offset, not me.products.adds_probabilities
+        self.softmax = OnlineSoftmax(me.shape, self.mods.scaled(me.scale_log2), *of_rows)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
@@ -161,7 +163,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
     def store_output(self, call: ForwardCall) -> None:
         """Through shared memory; the copy leaves out what is no query."""
         sO = self.block.sO[None, None, self.me.number]
-        rounded = narrowed(self.tOrO, self.block.dtype)
+        rounded = narrowed(self.tOrO, sO.element_type)
         self.wait_store_read()
         self.products.put_output(rounded, sO, self.me.thread)
         send(self.outputs(call, sO), self.me.sync_group)

@@ -1,0 +1,73 @@
+"""The tiles of a Hopper forward whose queries, keys and values are e4m3."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.factors import score_factors
+from ...primitives.rescale_threshold import ALWAYS_RESCALE
+from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import query_tiles
+from ..fused.tiles.traits import OF_HEADS, has_opaque_test, padded, reads_any
+from .fp8_tiling import Fp8Tiling
+from .tiling import ROWS
+
+
+class Fp8Form(NamedTuple):
+    """How a block is cut: see `Fp8Tiling`. `keys`: of a tile."""
+
+    warpgroups: int
+    keys: int
+    pieces: int = 1
+    in_turns: bool = True
+
+
+RESULTS = "benchmarks/results/eight-bits/h200-fp8-16k.json"
+# Up to these D and Dv, calls that change no weights, and others, whose values and tests take registers. Of the first
+# ones all tilings were timed (RESULTS, S 16k, full); the second are as ALiBi and a soft cap ran at D 128
+FORMS: tuple[tuple[int, int, Fp8Form, Fp8Form], ...] = (
+    (64, 64, Fp8Form(3, 128), Fp8Form(2, 128)),
+    (96, 96, Fp8Form(3, 128), Fp8Form(2, 128)),
+    (128, 128, Fp8Form(3, 128, 2), Fp8Form(2, 128)),
+    (192, 128, Fp8Form(3, 96, in_turns=False), Fp8Form(2, 128)),
+    (192, 192, Fp8Form(2, 128, 2), Fp8Form(2, 64, 2)),
+    (256, 256, Fp8Form(2, 128, 8, in_turns=False), Fp8Form(2, 64, 8)),
+)
+
+
+def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
+    """Tiles of a call that `multiplies_eight_bits`."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    plain, others = next(forms for most, most_of_v, *forms in FORMS if d <= most and dv <= most_of_v)
+    score = program.score
+    scaled = score is not None and score_factors(score, lambda node: node.rate in OF_HEADS) is not None
+    changed = program.keep is not None or (score is not None and not scaled)
+    form = others if changed or has_opaque_test(program) or reads_any(program.mask) else plain
+    heads = packed_heads(problem, program, ROWS)
+    made = Fp8Tiling(
+        tile_m=ROWS * form.warpgroups,
+        tile_n=form.keys,
+        d=d,
+        dv=dv,
+        heads_together=problem.schedule.heads_together,
+        packed_heads=heads,
+        scheduler=Scheduler.LATE,
+        threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
+        stages=2,
+        pieces=form.pieces if dv // form.pieces % 8 == 0 else 1,
+        in_turns=form.in_turns,
+    )
+    tiles = query_tiles(problem, heads, made.tile_m) * problem.batch
+    stays = problem.schedule.persistent
+    stays = tiles > target.sms if stays is None else stays
+    return made if stays else dataclasses.replace(made, scheduler=Scheduler.ONE_TILE)
+
+
+def fp8_words(problem: Problem, program: Program) -> str:
+    """For people to read."""
+    return f"q, k and v of 8 bits; form: by D, Dv and what mods keep in registers ({RESULTS})"

@@ -1,0 +1,94 @@
+"""Tiles of the Hopper forward whose q, k and v are e4m3."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ..fused.tiles.target import HOPPER
+from .tiling import SUMS, HopperTiling, Registers, launched_registers
+
+FP8 = "forward_fp8"
+LARGEST = 448.0  # of e4m3
+ALIGNED = 1024  # bytes where each part of shared memory begins
+TURNING = 3  # warps that turn V: those beside the copying one
+# Registers of a copying thread, and blocks of 32 keys that it turns at once, four words of each
+MANY, FEW = (40, 4), (24, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Tiling(HopperTiling):
+    """Sums of a tile's P V lie apart and are added to the output in fp32, as the unit keeps 14 bits of its sums.
+
+    Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup. (With
+    scores of the next tile under the softmax D 128 reached 877 TFLOP/s, so 1,044; H200, S 16k.) `pieces`: so many times
+    a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
+    output of one tile and the scores of the next.
+    """
+
+    kernel: str = FP8
+    pieces: int = 1
+    in_turns: bool = True
+
+    @property
+    def offset(self) -> float:
+        """P is as large as e4m3 holds where its maximum may lag: a number beyond would be cut without a word."""
+        return float(math.floor(math.log2(LARGEST) - self.threshold.most))
+
+    @property
+    def promoted_keys(self) -> int:
+        """Keys whose sums the unit adds up."""
+        return self.tile_n
+
+    @property
+    def pingpong(self) -> bool:
+        return self.warpgroups > 1 and self.in_turns
+
+    @property
+    def output_direct(self) -> bool:
+        """O of D 256 has no room beside two stages."""
+        return max(self.d, self.dv) > 192
+
+    @property
+    def separate_o(self) -> bool:
+        """O has 16 bits, Q 8: it never fits in Q's place."""
+        return not self.output_direct
+
+    @property
+    def _copying(self) -> tuple[int, int]:
+        """Registers of a copying thread, and what it turns at once: D 256 leaves the fewest."""
+        if self.warpgroups == 3:
+            return 32, 4
+        return FEW if self.output_direct else MANY
+
+    @property
+    def turned_at_once(self) -> int:
+        """Blocks of 32 keys of V on their way through a warp's registers."""
+        return self._copying[1]
+
+    def registers(self, paged: bool) -> Registers:
+        warpgroups, copying = self.warpgroups, self._copying[0]
+        left = launched_registers(warpgroups, self.blocks) * (warpgroups + 1) - copying
+        return Registers(min(240, left // warpgroups // 8 * 8), copying)
+
+    @property
+    def q_stages(self) -> int:
+        two = self.persistent and not self.output_direct
+        room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
+        return 2 if two and self._bytes(2, element_bytes=1) <= room else 1
+
+    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+        rows = q_stages * self.d + 2 * self.dv * self.separate_o
+        keys = self.stages * self.tile_n
+        turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED
+        return self.tile_m * rows + keys * (self.d + self.dv) + turned + ALIGNED
+
+    def describe(self) -> dict[str, str]:
+        said = super().describe()
+        pieces = f" in {self.pieces} pieces of its columns" if self.pieces > 1 else ""
+        order = "ping-pong" if self.pingpong else "warpgroups at will"
+        return {
+            "roles": f"{said['roles']}; {TURNING} warps turn V",
+            "overlap": f"{order}; scores, softmax and output of a tile one after the other",
+            "sums": f"of {self.promoted_keys} keys apart{pieces}, then added in fp32; P times 2^{self.offset:g}",
+        }

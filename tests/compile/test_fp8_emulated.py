@@ -1,0 +1,273 @@
+"""The Hopper forward whose products are of 8 bits, in the emulator: right with all mods, and planted bugs are found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn.analysis.program import Program
+from composattn.backends.fused.compiling.generated import kernel_of as generated
+from composattn.backends.fused.compiling.passes import switches
+from composattn.backends.fused.kernels.registers.group_rows import GroupRows
+from composattn.backends.fused.planning.plan import Plan, plan_forward
+from composattn.backends.fused.running import emulated
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.hopper import eight_bits, forward_fp8, fp8_choice, promoting_rows, turning, wgmma
+from composattn.backends.hopper.fp8_tiling import FP8, LARGEST, Fp8Tiling
+from composattn.call.problem import Problem
+from composattn.emulator.capture import Captured
+from composattn.emulator.findings import Finding
+from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
+from composattn.emulator.text import compile_ptx
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
+from composattn.testing.tolerance import Case, check
+
+E4M3 = torch.float8_e4m3fn
+HQ, H = 4, 2
+attention = partial(ca.attention, backend="hopper-emulated")
+
+
+def fp8_case(
+    d: int = 64, dv: int | None = None, lengths: tuple[int, int] = (150, 200), mean: float = 1.0, **given: Any
+) -> Case:
+    """A call of ca.quantize's tensors with a scale for each head; V has a mean, which sums of few bits would lose."""
+    make = torch.Generator().manual_seed(d)
+    q = torch.randn(1, HQ, lengths[0], d, generator=make)
+    k = torch.randn(1, H, lengths[1], d, generator=make)
+    v = torch.randn(1, H, lengths[1], dv or d, generator=make) + mean
+    made = ca.quantize(q, k, v, center=False)
+    of = tuple(x.scale[:, :, 0, 0] for x in made if x.scale is not None)
+    return dataclasses.replace(
+        Case(*(x.data for x in made), scales=of, out_dtype=torch.bfloat16),  # type: ignore[arg-type]
+        **given,
+    )
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps of the forward plans that are launched."""
+    steps: list[str] = []
+    made = EmulatedForward.__init__
+
+    def noted(self: Any, plan: Any, *more: Any) -> None:
+        steps.append(plan.step)
+        made(self, plan, *more)
+
+    monkeypatch.setattr(EmulatedForward, "__init__", noted)
+    return steps
+
+
+MODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask_mod": causal()},
+    "a window of ALiBi": {"mask_mod": causal() & sliding_window(60), "score_mod": alibi(HQ)},
+    "a soft cap": {"mask_mod": causal(), "score_mod": softcap(3.0)},
+    "documents": {"mask_mod": document(torch.arange(200) // 70)},
+    "sinks": {"sinks": torch.linspace(-1.0, 2.0, HQ), "mask_mod": causal()},
+    "dropout": {"dropout": (0.25, 3)},
+}
+
+
+@pytest.mark.parametrize("mods", MODS.values(), ids=MODS)
+def test_mods_see_true_scores(mods: dict[str, Any], multiplied: list[str]) -> None:
+    check(attention, fp8_case(**mods))
+    assert multiplied == [FP8]
+
+
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 48)]
+
+
+@pytest.mark.parametrize(
+    "d,dv", [pytest.param(*dims, marks=[] if dims[0] in (80, 256) else pytest.mark.slow) for dims in DIMS]
+)
+def test_every_head_dimension_is_right(d: int, dv: int, multiplied: list[str]) -> None:
+    check(attention, fp8_case(d, dv, (130, 300), mask_mod=causal()))
+    assert multiplied == [FP8]
+
+
+def test_packed_sequences_are_right(multiplied: list[str]) -> None:
+    case = fp8_case()
+    ends = torch.tensor([0, 40, 150], dtype=torch.int32)
+    q, k, v = (t[0, :, :150].transpose(0, 1).contiguous() for t in (case.q, case.k, case.v))
+    scales = tuple(s[0] for s in case.scales)
+    packed = dataclasses.replace(case, q=q, k=k, v=v, scales=scales, varlen=ca.Varlen(ends))
+    check(attention, packed)
+    assert multiplied == [FP8]
+
+
+def test_an_output_of_fp16_is_that_of_bf16_with_more_digits() -> None:
+    case = fp8_case()
+    given: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    wide, narrow = (
+        attention(case.q, case.k, case.v, **given, out_dtype=dtype) for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert wide.dtype is torch.float16 and narrow.dtype is torch.bfloat16
+    assert (wide - narrow).abs().max() <= 2.0**-8 * narrow.abs().max()
+
+
+@pytest.mark.parametrize("mode", [LATE, random_mode(1), random_mode(2)], ids=["late", "random 1", "random 2"])
+def test_no_order_of_warps_changes_the_output(mode: Mode) -> None:
+    case = fp8_case(mask_mod=causal())
+    with emulating(EAGER):
+        expected = attention(case.q, case.k, case.v, q_scale=1.0, mask_mod=causal())
+    with emulating(mode):
+        assert torch.equal(attention(case.q, case.k, case.v, q_scale=1.0, mask_mod=causal()), expected)
+
+
+def test_scales_of_channels_of_v_are_right() -> None:
+    case = fp8_case(80, 48)
+    of_channels = torch.linspace(0.5, 1.5, H * 48).view(1, H, 48)
+    check(attention, dataclasses.replace(case, scales=(*case.scales[:2], of_channels)))
+
+
+def test_a_negative_scale_is_seen_by_all() -> None:
+    case = fp8_case()
+    assert attention(case.q, case.k, case.v, q_scale=-1.0).isnan().all()
+
+
+def test_who_asks_for_lse_gets_that_of_probabilities_before_they_are_rounded() -> None:
+    case = fp8_case()
+    given: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    out, lse, top = attention(case.q, case.k, case.v, **given, return_lse=True, return_max_scores=True)
+    exact = ca.attention(case.q, case.k, case.v, **given, return_lse=True, return_max_scores=True, backend="reference")
+    assert (lse - exact[1]).abs().max() < 2e-3 and (top - exact[2]).abs().max() < 2e-3
+    assert (out - attention(case.q, case.k, case.v, **given)).abs().max() < 0.05
+
+
+# --- which calls ---------------------------------------------------------------------------------------------------
+
+
+def asked(**changes: Any) -> Problem:
+    fields: dict[str, Any] = {"narrow": (E4M3,) * 3} | changes
+    sizes = [fields.pop(name, size) for name, size in (("q_len", 4096), ("head_dim", 128))]
+    return Problem(1, HQ, H, sizes[0], 4096, sizes[1], 128, torch.bfloat16, torch.device("cpu"), **fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"q_len": 1}, {"head_dim": 120}, {"head_dim": 512}, {"narrow": (torch.float8_e5m2,) * 3},
+     {"schedule": ca.Schedule(batch_invariant=True)}],
+    ids=str,
+)  # fmt: skip
+def test_calls_with_no_products_of_8_bits_have_their_queries_widened(changes: dict[str, Any]) -> None:
+    assert eight_bits.multiplies_eight_bits(asked(), None)
+    assert not eight_bits.multiplies_eight_bits(asked(**changes), None)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_sums_of_8_bits_are_promoted_every_128_keys(d: int) -> None:
+    plan = plan_forward(asked(head_dim=d), Program(), HOPPER)
+    assert isinstance(plan.tiling, Fp8Tiling)
+    assert plan.tiling.promoted_keys <= 128
+    assert f"of {plan.tiling.promoted_keys} keys apart" in str(plan)
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.8, 3.0, 4.0, 8.0])
+def test_p_fits_into_e4m3_where_its_maximum_lags(lag: float) -> None:
+    plan = plan_forward(asked(), Program(), HOPPER)
+    tiling = dataclasses.replace(plan.tiling, threshold=RescaleThreshold(lag))
+    assert 2.0 ** (tiling.offset + lag) <= LARGEST
+
+
+# --- planted -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unkept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are made anew and forgotten: a plan says nothing of what a test does to the code."""
+
+    def captured(plan: Plan, folder: Any = None) -> Captured:
+        text = compile_ptx(*generated(plan), plan.target.arch, switches(plan))
+        return Captured(*generated(plan), plan.target.arch, text)
+
+    monkeypatch.setattr(emulated, "captured", captured)
+    yield
+
+
+@pytest.mark.usefixtures("unkept")
+def test_probabilities_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = wgmma.round_to_e4m3
+
+    def in_columns_order(left: Any, sums: Any) -> None:
+        swapped = {4: 8, 8: 4, 5: 9, 9: 5}
+
+        class Other:
+            def __getitem__(self, at: int) -> Any:
+                return sums[at - at % 16 + swapped.get(at % 16, at % 16)]
+
+        right(left, Other())
+
+    monkeypatch.setattr(promoting_rows, "round_to_e4m3", in_columns_order)
+    with pytest.raises(AssertionError, match="out is off"):
+        check(attention, fp8_case())
+
+
+@pytest.mark.usefixtures("unkept")
+def test_values_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "ODD", turning.EVEN)
+    with pytest.raises(AssertionError, match="out is off"):
+        check(attention, fp8_case())
+
+
+@pytest.mark.usefixtures("unkept")
+def test_a_fence_that_is_missing_behind_the_turning_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "fence_view_async_shared", lambda: None)
+    with pytest.raises(Finding, match=r"fence\.proxy\.async"):
+        check(attention, fp8_case())
+
+
+class NeverPromotingRows(GroupRows):
+    """Rows whose output is summed by the unit over all keys."""
+
+    def round(self, probabilities: Any) -> None:
+        wgmma.round_to_e4m3(self.tOrP, probabilities)
+
+
+@pytest.mark.usefixtures("unkept")
+def test_a_promotion_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, at_once = fp8_case(lengths=(70, 2000)), partial(attention, schedule=ca.Schedule(split_kv=1))
+    check(at_once, case)
+    monkeypatch.setattr(forward_fp8.HopperForwardFp8, "group_rows", NeverPromotingRows)
+    with pytest.raises(AssertionError, match="out is off"):
+        check(at_once, case)
+
+
+@pytest.mark.usefixtures("unkept")
+def test_a_maximum_that_lags_too_far_for_the_offset_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores rise by up to 2^4 from tile to tile, of which the last keys come first."""
+    q, k = torch.zeros(1, 1, 70, 64), torch.zeros(1, 1, 600, 64)
+    q[..., 0], k[..., 0] = 8.0, torch.arange(599, -1, -1) // 100 * 2.0
+    v = torch.randn(1, 1, 600, 64, generator=torch.Generator().manual_seed(0))
+    case = Case(*(t.to(E4M3) for t in (q, k, v)), scales=(1.0, 1.0, 1.0), out_dtype=torch.bfloat16)
+    lagging = RescaleThreshold(4.0)
+    monkeypatch.setattr(fp8_choice, "ALWAYS_RESCALE", lagging)
+    check(attention, case)
+    monkeypatch.setattr(Fp8Tiling, "offset", 8.0)
+    with pytest.raises(AssertionError, match="out is off"):
+        check(attention, case)
+
+
+def test_a_scale_of_another_head_is_found() -> None:
+    case = fp8_case()
+    q_scale, k_scale, v_scale = case.scales
+    for wrong in ((q_scale, k_scale.flip(1) * 1.05, v_scale), (q_scale, k_scale, v_scale.flip(1) * 1.05)):
+        names = ("q_scale", "k_scale", "v_scale")
+        of_others = dict(zip(names, wrong, strict=True))
+        with pytest.raises(AssertionError, match="is off"):
+            check(lambda *t, of_others=of_others, **how: attention(*t, **{**how, **of_others}), case)
+
+
+def test_the_rescale_is_not_left_out() -> None:
+    plan = plan_forward(asked(), Program(), HOPPER)
+    assert plan.tiling.threshold == ALWAYS_RESCALE and plan.tiling.offset == 8.0
