@@ -1,0 +1,268 @@
+"""The Hopper forward of e4m3 q, k and v, by tiling: right first, then how fast, in turns with our bf16 and an FP8 GEMM.
+
+python -m benchmarks.fp8_tilings --dims 64,128,256 --lengths 16384,2048 --rounds 8 --mods --out result.json
+python -m benchmarks.fp8_tilings --dry          compiles them all, with no GPU: registers, spills, shared memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import composattn as ca
+from benchmarks.provenance import provenance
+from benchmarks.timing import Call, Stopwatch, interleaved
+from composattn.analysis.program import Program
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.launch import ForwardLauncher
+from composattn.backends.fused.tiles.scheduler import Scheduler
+from composattn.backends.fused.tiles.target import HOPPER
+from composattn.backends.hopper.fp8_tiling import Fp8Tiling
+from composattn.call.problem import Problem
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE
+
+E4M3 = torch.float8_e4m3fn
+TOKENS = 16384
+HEADS = {(64, 64): 32, (96, 96): 16, (128, 128): 16, (192, 128): 16, (192, 192): 8, (256, 256): 8}
+GEMM = 8192
+ROWS_CHECKED = 256
+
+
+def candidates(dims: tuple[int, int]) -> dict[str, Fp8Tiling]:
+    """By name: rows x keys, in how many pieces the output is multiplied, and whether warpgroups take turns."""
+    d, dv = dims
+    found: dict[str, Fp8Tiling] = {}
+    cuts = [(128, 128, 8)] if d == 256 else [(128, 128, 1), (128, 128, 2)]
+    if max(dims) <= 128:
+        cuts += [(192, 96, 1), (192, 128, 1), (192, 128, 2)]
+    elif dv <= 128:
+        cuts += [(192, 96, 1)]
+    for tile_m, tile_n, pieces in cuts:
+        for in_turns in (True, False):
+            found[f"{tile_m}x{tile_n} pieces={pieces} in_turns={in_turns}"] = Fp8Tiling(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                d=d,
+                dv=dv,
+                stages=2,
+                scheduler=Scheduler.LATE,
+                threshold=ALWAYS_RESCALE,
+                pieces=pieces,
+                in_turns=in_turns,
+            )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of `TOKENS` tokens, and one of the tilings of its D and Dv."""
+
+    dims: tuple[int, int]
+    length: int
+    masked: bool
+    name: str
+
+    @property
+    def text(self) -> str:
+        return f"D{self.dims[0]}/{self.dims[1]} S{self.length} {'causal' if self.masked else 'full'}"
+
+    @property
+    def heads(self) -> int:
+        return HEADS[self.dims]
+
+    @property
+    def batch(self) -> int:
+        return max(1, TOKENS // self.length)
+
+    @property
+    def flops(self) -> float:
+        pairs = self.batch * self.heads * self.length**2 * (0.5 if self.masked else 1.0)
+        return 2 * pairs * sum(self.dims)
+
+    def plan(self, device: str = "cuda") -> ForwardPlan:
+        d, dv = self.dims
+        sizes = (self.batch, self.heads, self.heads, self.length, self.length, d, dv)
+        problem = Problem(*sizes, torch.bfloat16, torch.device(device), narrow=(E4M3, E4M3, E4M3))
+        program = Program(None, causal().expr if self.masked else None)
+        return plan_forward(problem, program, HOPPER, return_lse=False, tiling=candidates(self.dims)[self.name])
+
+
+def cases(dims: list[tuple[int, int]], lengths: list[int], masks: list[bool]) -> Iterator[Case]:
+    for each in dims:
+        for length in lengths:
+            for masked in masks:
+                for name in candidates(each):
+                    yield Case(each, length, masked, name)
+
+
+def compiled(case: Case) -> str:
+    """Compiles a case where its kernel is kept; gives what it takes."""
+    try:
+        made = compile_offline(case.plan("cuda"))
+        return f"{made.spills} spills, stack {made.stack}, {made.shared_memory} bytes"
+    except Exception as error:  # what one candidate can't, others may
+        return f"{type(error).__name__}: {str(error)[-300:]}"
+
+
+def kept(case: Case) -> str:
+    """Compiles a case for the GPU that is there, into the cache on disk."""
+    try:
+        ForwardLauncher(case.plan()).kernels()
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-300:]}"
+
+
+def drawn(case: Case, mean: float = 0.0) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    d, dv = case.dims
+    shapes = [(case.batch, case.heads, case.length, n) for n in (d, d, dv)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    return q, k, v + mean
+
+
+def error(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Relative root mean square error of the last rows of the first and last head against fp64."""
+    worst = 0.0
+    for b, h in ((0, 0), (-1, -1)):
+        rows = slice(case.length - min(ROWS_CHECKED, case.length), case.length)
+        scores = q[b, h, rows].double() @ k[b, h].double().T * case.dims[0] ** -0.5
+        if case.masked:
+            at = torch.arange(case.length, device="cuda")
+            scores = scores.masked_fill(at[None] > at[rows, None], -torch.inf)
+        want = torch.softmax(scores, -1) @ v[b, h].double()
+        off = out[b, h, rows].double() - want
+        worst = max(worst, float((off.square().mean() / want.square().mean()).sqrt()))
+    return worst
+
+
+def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """A call of the kernel into memory that is there, and that memory."""
+    launcher = ForwardLauncher(case.plan())
+    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, device="cuda", dtype=torch.bfloat16)
+    scale = case.dims[0] ** -0.5
+    return lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()), out
+
+
+def gemm() -> Call:
+    a = torch.randn(GEMM, GEMM, device="cuda").to(E4M3)
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16)
+
+
+def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
+    """All tilings of one call, in turns with our bf16 and the GEMM; what is wrong is not timed."""
+    first = group[0]
+    q, k, v = drawn(first, mean=1.0)
+    narrow = [t.to(E4M3) for t in (q, k, v)]
+    attn = ca.Attention(mask_mod=causal() if first.masked else None)
+    calls: dict[str, Call] = {"FP8 GEMM": gemm(), "bf16": lambda: attn(q, k, v)}
+    errors: dict[str, float] = {}
+    for case in group:
+        try:
+            call, out = launch(case, *narrow)
+            call()
+            torch.cuda.synchronize()
+        except Exception as failed:
+            print(f"{case.text} {case.name}: {type(failed).__name__} {str(failed)[-200:]}", flush=True)
+            continue
+        errors[case.name] = error(case, out, *narrow)
+        if errors[case.name] < 0.01:
+            calls[case.name] = call
+        else:
+            print(f"{case.text} {case.name}: WRONG, relative error {errors[case.name]:.1e}", flush=True)
+    timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=40.0)
+    for name, timing in timings.items():
+        flops = 2.0 * GEMM**3 if name == "FP8 GEMM" else first.flops
+        row = {"call": first.text, "name": name, "tflops": round(flops / timing.ms / 1e9, 1), "ms": timing.ms}
+        row |= {"spread": round(timing.spread, 4), "error": errors.get(name)}
+        of_error = "" if row["error"] is None else f", relative error {row['error']:.1e}"
+        print(f"{row['call']} {name}: {row['tflops']:.0f} TFLOP/s (spread {row['spread']:.1%}){of_error}", flush=True)
+        yield row
+
+
+def mods() -> dict[str, dict[str, Any]]:
+    """Masks and score mods of calls with 16 heads of 8k, and scales of k."""
+    with torch.device("cuda"):
+        return {
+            "causal": {"mask_mod": causal()},
+            "causal ALiBi": {"mask_mod": causal(), "score_mod": alibi(torch.linspace(0.01, 0.5, 16))},
+            "causal soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
+            "window 1024": {"mask_mod": sliding_window(1024)},
+            "causal documents": {"mask_mod": causal() & document(torch.arange(8192) // 1024)},
+            "causal, scales of heads": {"mask_mod": causal(), "k_scale": torch.ones(2, 16)},
+            "causal, scales of keys": {"mask_mod": causal(), "k_scale": torch.ones(2, 16, 8192)},
+        }
+
+
+def with_mods(rounds: int) -> Iterator[dict[str, Any]]:
+    """Calls of `ca.attention` with mods, D 128, B 2, H 16, S 8k, in turns with ours in bf16."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    narrow = [t.to(E4M3) for t in (q, k, v)]
+    for name, given in mods().items():
+        of_bf16 = {key: value for key, value in given.items() if key != "k_scale"}
+        q8, k8, v8 = ca.Quantized(narrow[0]), ca.Quantized(narrow[1], given.get("k_scale")), ca.Quantized(narrow[2])
+        calls: dict[str, Call] = {
+            "bf16": functools.partial(ca.attention, q, k, v, **of_bf16),
+            "fp8": functools.partial(ca.attention, q8, k8, v8, **of_bf16),
+        }
+        out, want = calls["fp8"](), calls["bf16"]()
+        assert isinstance(out, torch.Tensor) and isinstance(want, torch.Tensor)
+        off = float((out - want).float().norm() / want.float().norm())
+        timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=20.0)
+        ratio = timings["bf16"].ms / timings["fp8"].ms
+        row = {"call": f"D128 S8192 {name}", "name": "fp8", "ms": timings["fp8"].ms, "of bf16": round(ratio, 3)}
+        print(f"{row['call']}: {row['ms']:.3f} ms, {ratio:.2f} of bf16's speed, {off:.1e} from it", flush=True)
+        yield row
+
+
+def in_parallel(work: Callable[[Case], str], of: list[Case], workers: int) -> dict[Case, str]:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return dict(zip(of, pool.map(work, of), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", default="64,96,128,192/128,192,256")
+    parser.add_argument("--lengths", default="16384")
+    parser.add_argument("--masks", default="full,causal")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--mods", action="store_true", help="calls with mods too")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    dims = [(int(d.split("/")[0]), int(d.split("/")[-1])) for d in given.dims.split(",")]
+    every = list(
+        cases(dims, [int(n) for n in given.lengths.split(",")], [m == "causal" for m in given.masks.split(",")])
+    )
+    if given.dry:
+        for case, said in in_parallel(compiled, every, given.workers).items():
+            print(f"{case.text} {case.name}: {said}", flush=True)
+        return
+    for case, failed in in_parallel(kept, every, given.workers).items():
+        if failed:
+            print(f"{case.text} {case.name}: {failed}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for text in dict.fromkeys(case.text for case in every):
+        rows += measured([case for case in every if case.text == text], given.rounds)
+    rows += with_mods(given.rounds) if given.mods else []
+    if given.out:
+        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
