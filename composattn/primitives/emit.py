@@ -111,6 +111,7 @@ class Leaves:
     scale: Float32
     captured: Any
     scalars: Any
+    _: dataclasses.KW_ONLY  # by position, a new field once took the place of `metadata`, and gradients were wrong
     first: Any = None  # first and last query row of the tile, for loop bounds
     last: Any = None
     d: Any = None  # the channel of V, for what values are multiplied by

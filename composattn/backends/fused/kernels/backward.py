@@ -246,7 +246,8 @@ class Backward(Kernel, Generic[AnyTiling]):
             # a fixed order has the tiles of a segment in a row, the last one first
             entry = work.keys.segment.entry(before=0 if n is None else n - work.n)
             metadata = KeyTileMetadata(entry, self.plan.metadata.groups, self.plan.metadata.reads)
-        return Leaves(work.b, head, q_len, kv_len, call.scale, call.captured, call.scalars, first, last, metadata)
+        read = call.scale, call.captured, call.scalars
+        return Leaves(work.b, head, q_len, kv_len, *read, first=first, last=last, metadata=metadata)
 
     def members(self, call, work):
         """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""

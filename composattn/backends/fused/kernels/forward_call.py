@@ -147,7 +147,8 @@ class ForwardCall(Fixed):
         q_len, kv_len = work.queries.length, work.keys.length
         first = work.queries.from_start(work.m * tile_queries)
         last = cutlass.min(first + tile_queries, work.queries.end) - 1
-        return Leaves(work.b, work.h, q_len, kv_len, self.scale, self.captured, self.scalars, first, last)
+        read = self.scale, self.captured, self.scalars
+        return Leaves(work.b, work.h, q_len, kv_len, *read, first=first, last=last)
 
 
 @dataclasses.dataclass
