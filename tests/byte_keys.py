@@ -37,7 +37,9 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
     """By name a call and its options: some `n` queries and keys where there are many."""
     how: dict[str, Any] = {"heads": 4, "kv_heads": 2, "device": device}
     bf16, fp16 = {**how, "dtype": torch.bfloat16}, {**how, "dtype": torch.float16}
-    ids = (torch.arange(n) // 70).to(device)
+
+    def of_seventy() -> torch.Tensor:
+        return (torch.arange(n) // 70).to(device)
 
     def dense(q_len: int, dim: int, kind: torch.dtype = E4M3, of: Any = bf16, scales: Any = (), **more: Any) -> Case:
         made = make_case(5, batch=2, q_len=q_len, kv_len=n, dim=dim, **more, **of)
@@ -62,7 +64,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "alibi, D 96": lambda: (dense(n, 96, score_mod=alibi(4), mask_mod=causal()), {}),
         "a soft cap, D 192 and 128": lambda: (dense(n, 192, E5M2, v_dim=128, score_mod=softcap(5.0)), {}),
         "a window, D 64": lambda: (dense(n, 64, mask_mod=causal() & sliding_window(100)), {}),
-        "documents, D 128": lambda: (dense(n, 128, mask_mod=document(ids) & causal()), {}),
+        "documents, D 128": lambda: (dense(n, 128, mask_mod=document(of_seventy()) & causal()), {}),
         "blocks that stay": lambda: (dense(n, 128, mask_mod=causal()), {"schedule": Schedule(persistent=True)}),
         "packed": lambda: (of_bytes(make_varlen_case(6, packed, dim=128, mask_mod=causal(), **bf16)), {}),
         "pages": lambda: (paged([n, 17, 0], 16), {}),

@@ -20,7 +20,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling, tiling_of_form
+from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
 from composattn.backends.hopper.forward_table import GUESSES_STAYS, STAYS
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
@@ -74,7 +74,8 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     form = GUESSES_STAYS if guesses else STAYS
-    plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, problem, program, FEW))
+    call = forward_class(problem, program, FEW)
+    plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, call, problem, program, FEW))
     if guesses:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
     assert plan.tiling.scheduler is Scheduler.LATE

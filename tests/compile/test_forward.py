@@ -389,13 +389,11 @@ def test_of_long_documents_warpgroups_pass_by_what_only_others_see() -> None:
     ids = torch.arange(8192) // 700
     by_head = torch.stack([ids] * 8)
     other = Mask.of(lambda b, h, q, kv: by_head[h, q] == by_head[h, kv])
-    for mask, keys in ((document(ids), 128), (other, 112)):  # tiles begin with documents of all heads
+    for mask in (document(ids), other):  # tiles begin with documents of all heads
         for long in (cut(128, 8192, mask), cut(128, 8192, causal() & mask)):
-            assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_from_first", 2, keys, 1)
-        assert cut(128, 8192, causal() & mask).persistent
+            assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_from_first", 2, 128, 1)
+            assert long.persistent
         assert not cut(128, 8192, causal() & mask, persistent=False).persistent
-    assert cut(128, 8192, document(ids)).persistent
-    assert not cut(128, 8192, other).persistent  # its tiles differ more, and are dealt unevenly
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward"
     assert {cut(128, 2048, None).kernel, cut(128, 2048, causal()).kernel} == {"forward"}
 

@@ -17,7 +17,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import tiling_of_form
+from composattn.backends.hopper.forward_choice import forward_class, tiling_of_form
 from composattn.backends.hopper.forward_table import DOCUMENTS, GUESSES_STAYS, SMALL, STAYS
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
@@ -79,7 +79,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(ge
     found = []
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
-        cut = tiling_of_form(DOCUMENTS, problem, program, FEW)
+        cut = tiling_of_form(DOCUMENTS, forward_class(problem, program, FEW), problem, program, FEW)
         plan = plan_forward(problem, program, FEW, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
@@ -109,7 +109,9 @@ def test_two_stages_of_queries_give_the_same_bits(name: str, generator: torch.Ge
     program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     form = SMALL if "small" in name else GUESSES_STAYS if name == "guessing" else STAYS
-    two = dataclasses.replace(tiling_of_form(form, problem, program, HOPPER), **fields)
+    two = dataclasses.replace(
+        tiling_of_form(form, forward_class(problem, program, HOPPER), problem, program, HOPPER), **fields
+    )
     assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)
     one_tile = dataclasses.replace(two, scheduler=Scheduler.ONE_TILE)
     assert one_tile.q_stages == 1
