@@ -16,6 +16,7 @@ from composattn.backends.hopper.tiling import HopperTiling
 from composattn.backends.hopper.wide_tiling import WideTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
+from composattn.dispatch import plan_cache
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import Case, make_case, make_paged_case, make_varlen_case
 
@@ -74,7 +75,10 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
 
 @contextlib.contextmanager
 def tiles_of_bytes() -> Iterator[None]:
-    """Inside, Hopper's calls of 16 bits have the tiles of the call before them that had k and v of 8 bits."""
+    """Inside, Hopper's calls of 16 bits have the tiles of the call before them that had k and v of 8 bits.
+
+    Kept plans are neither taken from outside nor left there.
+    """
     hopper, chosen = ARCHITECTURES["hopper"], []
 
     def choose(problem: Problem, *others: Any) -> Any:
@@ -85,11 +89,18 @@ def tiles_of_bytes() -> Iterator[None]:
         kind = HopperTiling if isinstance(of_bytes, ByteTiling) else WideTiling
         return kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)})
 
+    _forget_plans()
     ARCHITECTURES["hopper"] = dataclasses.replace(hopper, forward_tiling=choose)
     try:
         yield
     finally:
         ARCHITECTURES["hopper"] = hopper
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    for key in list(plan_cache._plans):
+        plan_cache.forget(key)
 
 
 def both(case: Case, backend: str, **options: Any) -> tuple[Any, Any]:
