@@ -123,6 +123,7 @@ SPLIT: dict[str, Any] = {"heads": (8, 2), "lengths": (1, 4096), "schedule": Sche
 MANY_HEADS: dict[str, Any] = {"heads": (8, 2), "lengths": (7, 300), "schedule": Schedule(split_kv=1)}
 PERSISTENT = Schedule(persistent=True, split_kv=1)
 BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2  # of q, k and v
+FP8 = (torch.float8_e4m3fn,) * 3
 GROUP: dict[str, Any] = {"mask": "causal", "heads": (64, 8), "lengths": (8192, 8192)}  # tiles of keys are cut by heads
 LEARNED_SINKS = SinkForm(torch.float32, by_sequence=False)
 FEW_TILES = (1024, 1024)  # so few tiles of keys that some are cut
@@ -163,6 +164,12 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-of-bytes-gqa-d128": forward(narrow=BYTES, **SPLIT),
     "forward-of-bytes-guessing-causal-d64": forward(mask="causal", d=64, narrow=BYTES, lengths=(4096, 4096)),
     "forward-of-bytes-wide-d576-dv512": forward(d=576, dv=512, narrow=BYTES, heads=(16, 1), lengths=(1, 4096)),
+    "forward-fp8-d64": forward(d=64, narrow=FP8),
+    "forward-fp8-causal-d96": forward(mask="causal", d=96, narrow=FP8),
+    "forward-fp8-alibi-causal-d128": forward("alibi", "causal", narrow=FP8),
+    "forward-fp8-no-lse-d128": forward(narrow=FP8, options={"return_lse": False}),
+    "forward-fp8-causal-d192-dv128": forward(mask="causal", d=192, dv=128, narrow=FP8),
+    "forward-fp8-d256": forward(d=256, narrow=FP8),
     "forward-wide-causal-d512": forward(mask="causal", d=512),
     "forward-wide-paged-softcap-d576-dv512": forward(
         "softcap", d=576, dv=512, layout=PAGED, heads=(128, 1), lengths=(1, 4096)
