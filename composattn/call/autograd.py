@@ -23,6 +23,7 @@ from .sequences import NO_SEQUENCES, Sequences
 
 T = TypeVar("T")
 Grads = tuple[torch.Tensor | None, ...]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k and v
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # out, lse and, where it was asked for, max_scores
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ....analysis.program import Program
-from ....call.autograd import BackwardInputs, Grads, Results, attend
+from ....call.autograd import BackwardInputs, Gradients, Grads, Results, attend
 from ....call.inputs import Asked, Inputs, Outputs
 from ....call.prepared import PreparedCall
 from ....call.problem import Problem
@@ -39,7 +39,6 @@ class GeneratedCall(PreparedCall, Protocol):
 
 Make = Callable[[Problem, Program, float, Target], GeneratedCall]
 MakePart = Callable[[Problem, Program, float], GeneratedCall]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CallApart:
@@ -87,11 +86,6 @@ class CallApart:
         return AttendApart(self, return_max_scores)
 
 
-def _as_they_lie(result: torch.Tensor) -> torch.Tensor:
-    """(1, H, S, ...) of (sequences, H, length, ...), whose places come in turns."""
-    return result.permute(1, 2, 0, 3).reshape(1, result.shape[1], -1, result.shape[-1])
-
-
 def _add_shared(grads: Grads, places: Gradients, shared: int) -> None:
     """Gradients of keys, of which the first `shared` are sums with those of earlier parts, into their places."""
     for grad, place in zip(grads[1:], places[1:], strict=True):
@@ -124,16 +118,15 @@ class AttendApart:
         captured: Sequence[torch.Tensor],
         into: torch.Tensor | None = None,
     ) -> Results:
-        parts = self.call.apart.parts
-        whole = ordered(q, v.shape[-1]) if into is None and len(parts) > 1 else into
-        found = []
-        for part, begun in self._parts():
-            place = None if whole is None else part.queries.of(whole)
-            found.append(begun.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), (), place))
-        outs, lses, tops = zip(*found, strict=True)
+        whole = ordered(q, v.shape[-1]) if into is None else into
+        found = [
+            begun.forward(p.queries.of(q), p.keys.of(k), p.keys.of(v), (), p.queries.of(whole))
+            for p, begun in self._parts()
+        ]
+        _, lses, tops = zip(*found, strict=True)
         lse = self._statistics(q, lses)
         assert lse is not None
-        return _as_they_lie(outs[0]) if whole is None else whole, lse, self._statistics(q, tops)
+        return whole, lse, self._statistics(q, tops)
 
     def _statistics(self, q: torch.Tensor, results: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """(B, H, S) of numbers that parts have of their queries; None of none."""
@@ -147,14 +140,12 @@ class AttendApart:
 
     def backward(self, known: BackwardInputs, into: Gradients | None = None) -> Grads:
         q, k, v, out, lse, dout, dlse, _, _, _ = known
-        alone = into is None and len(self.call.apart.parts) == 1
-        dq, dk, dv = whole = into or ((q, k, v) if alone else tuple(ordered(t, t.shape[-1]) for t in (q, k, v)))
+        dq, dk, dv = whole = into or (ordered(q, q.shape[-1]), ordered(k, k.shape[-1]), ordered(v, v.shape[-1]))
         for p, begun in self._parts():
             of_q, of_out, of_lse, of_dout = [p.queries.of(t) for t in (q, out, lse, dout)]
+            of_dlse = None if dlse is None else p.queries.of(dlse)
             known = known._replace(q=of_q, k=p.keys.of(k), v=p.keys.of(v), out=of_out, lse=of_lse, dout=of_dout)
-            known = known._replace(dlse=None if dlse is None else p.queries.of(dlse))
-            if alone:
-                return tuple(None if grad is None else _as_they_lie(grad) for grad in begun.backward(known))
+            known = known._replace(dlse=of_dlse)
             places = p.queries.of(dq), p.keys.of(dk), p.keys.of(dv)
             if p.shared:
                 _add_shared(begun.backward(known, (places[0], *map(torch.empty_like, places[1:]))), places, p.shared)

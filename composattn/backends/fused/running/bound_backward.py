@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ....analysis.streams import device_number, has_streams, is_captured
+from ....call.autograd import Gradients
 from ....graph.borrowed import Borrowed
 from .backward_kernels import SinkGradient
-from .launch_backward import NO_TABLES, BackwardLauncher, Gradients
+from .launch_backward import NO_TABLES, BackwardLauncher
 from .scratch import kept
 
 Memory = Callable[[torch.Tensor], torch.Tensor]

@@ -20,7 +20,7 @@ import torch
 from ....analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
 from ....analysis.derived import refresh
 from ....analysis.program import Program
-from ....call.autograd import BackwardInputs, Grads
+from ....call.autograd import BackwardInputs, Gradients, Grads
 from ....call.problem import Problem
 from ....call.sequences import Sequences, rows_in_use
 from ....errors import GradientUnsupported
@@ -38,7 +38,7 @@ from ..planning.plan_backward import SinkForm, backward_of
 from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
-from .launch_backward import BackwardLauncher, Gradients
+from .launch_backward import BackwardLauncher
 
 NOTHING: frozenset[Capture] = frozenset()
 

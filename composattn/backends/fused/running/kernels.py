@@ -11,7 +11,7 @@ import torch
 
 from ....analysis.derived import Derived, behind
 from ....analysis.program import Program
-from ....call.autograd import BackwardInputs, Grads, Results
+from ....call.autograd import BackwardInputs, Gradients, Grads, Results
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.borrowed import Borrowed, TensorsOf, borrowed_again
@@ -24,7 +24,6 @@ from ..tiles.target import Target
 from .backward_kernels import SinkGradient
 from .gradient import FusedGradient
 from .launch import ForwardLauncher
-from .launch_backward import Gradients
 
 
 class FusedKernels:

@@ -10,6 +10,7 @@ import torch
 
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
+from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
 from ..compiling.compile import compile_plan
@@ -44,7 +45,6 @@ class _WorkspaceSizes(NamedTuple):
         return workspace, torch.empty_strided(self.sums, self.strides, dtype=fp32, device=device)
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 NO_TABLES: Tables = None, None
 
 
