@@ -1,5 +1,7 @@
 """The Hopper forward whose K and V come as bytes: who makes 16-bit tiles of them, before anybody multiplies."""
 
+import abc
+
 import cutlass
 import cutlass.cute as cute
 
@@ -18,7 +20,7 @@ from .forward import (
     HopperForwardProducts,
 )
 from .tiling import launched_registers
-from .wgmma import MN, ROWS, WARPGROUP, issue_all, part_columns, product
+from .wgmma import WARPGROUP, ColumnParts
 
 
 class OfBytes(HopperForward):
@@ -42,6 +44,12 @@ class OfBytes(HopperForward):
     def key_layout(self, rows, columns):
         return byte_layout(rows, columns)
 
+    def block(self, call):
+        return ByteBlock(self, call)
+
+    def products(self, block, number):
+        return PartProducts(self.tiling, block, number)
+
     @cute.jit
     def copy(self, call, block, warp):
         if warp == 0:
@@ -55,15 +63,11 @@ class OfBytes(HopperForward):
 class HopperForwardOfBytes(OfBytes):
     """`HopperForward` of bytes."""
 
-    def block(self, call):
-        return ByteBlock(self, call)
-
-    def products(self, block, number):
-        return PartProducts(self.tiling, block, number)
-
 
 class HopperForwardGuessingOfBytes(OfBytes, HopperForwardGuessing):
-    """`HopperForwardGuessing` of bytes."""
+    """`HopperForwardGuessing` of bytes, whose products are not parted: they have columns of ones."""
+
+    products = HopperForwardGuessing.products
 
     def block(self, call):
         return ByteBlockWithOnes(self, call)
@@ -71,12 +75,6 @@ class HopperForwardGuessingOfBytes(OfBytes, HopperForwardGuessing):
 
 class HopperForwardFromFirstOfBytes(OfBytes, HopperForwardFromFirst):
     """`HopperForwardFromFirst` of bytes."""
-
-    def block(self, call):
-        return ByteBlock(self, call)
-
-    def products(self, block, number):
-        return PartProducts(self.tiling, block, number)
 
 
 class ByteBlock(HopperForwardBlock):
@@ -130,9 +128,9 @@ class Convert(Role):
         self.offsets = self.form.lane_offsets(self.lane)
         self.stage = 2 * self.tiling.tile_n * (columns + ones)  # bytes of a tile of numbers
 
+    @abc.abstractmethod
     def rings(self):
         """(edge of bytes, edge of numbers, tiles of bytes, tiles of numbers, their columns, more beside them)."""
-        raise NotImplementedError
 
     def first_slots(self):
         return self.source.first, self.target.first
@@ -175,25 +173,16 @@ class ConvertValues(Convert):
 
 
 class PartProducts(HopperForwardProducts):
-    """Products of the output in parts of fewer columns, see `part_columns`."""
+    """Products of the output in parts of fewer columns, see `wgmma.part_columns`."""
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)
-        dv, registers = tiling.dv, launched_registers(tiling.warpgroups + 1, tiling.blocks)
-        self.part = part_columns(dv, registers)
-        self.pv_part = product(block.dtype, self.part, right=MN, left_in_registers=True, written=tiling.steps.written)
-        pv, sVt = self.pv_part.get_slice(0), permuted(block.sV, 1, 0, 2)
-        parts = (cute.local_tile(sVt, (self.part, tiling.tile_n), (n, 0, None)) for n in range(dv // self.part))
-        self.right = [pv.make_fragment_B(pv.partition_B(part)) for part in parts]
-        self.part_shape = pv.partition_shape_C((ROWS, self.part))
+        registers = launched_registers(tiling.warpgroups + 1, tiling.blocks)
+        how = {"left_in_registers": True, "written": tiling.steps.written}
+        self.parts = ColumnParts(block.dtype, permuted(block.sV, 1, 0, 2), registers, **how)
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
-        layout = cute.make_layout(self.part_shape)
-        parts = (
-            (cute.make_tensor(tOrO.iterator + n * self.part // 2, layout), tOrP, right[None, None, None, slot.index])
-            for n, right in enumerate(self.right)
-        )
-        issue_all(self.pv_part, parts, True)
+        self.parts.issue(tOrO, tOrP, slot, True)
 
 
 __all__ = ["HopperForwardFromFirstOfBytes", "HopperForwardGuessingOfBytes", "HopperForwardOfBytes"]

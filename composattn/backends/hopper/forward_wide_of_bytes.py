@@ -11,7 +11,7 @@ from ..fused.kernels.forward import Role
 from .byte_tiling import CONVERTERS
 from .forward_wide import HopperForwardWide, HopperWideBlock, HopperWideProducts, Ring, WideLoad, ring_of
 from .tiling import launched_registers
-from .wgmma import MN, ROWS, WARPGROUP, issue_all, part_columns, product
+from .wgmma import WARPGROUP, ColumnParts
 from .wide_tiling import GROUPS, SLICE, STAGE
 
 
@@ -42,25 +42,15 @@ class HopperForwardWideOfBytes(HopperForwardWide):
 
 
 class NarrowProducts(HopperWideProducts):
-    """Products of the output in parts of fewer columns, see `part_columns`."""
+    """Products of the output in parts of fewer columns, see `wgmma.part_columns`."""
 
     def __init__(self, tiling, block, number):
         super().__init__(tiling, block, number)
-        self.columns, self.keys = tiling.output_columns, tiling.value_box[0]
-        self.part = part_columns(self.columns, launched_registers(GROUPS + 1, tiling.blocks))
-        self.pv_part = product(block.dtype, self.part, right=MN)
-        pv, sV = self.pv_part.get_slice(0), permuted(block.of_group(block.sV, number), 1, 0, 2)
-        parts = (cute.local_tile(sV, (self.part, self.keys), (n, 0, None)) for n in range(self.columns // self.part))
-        self.right = [pv.make_fragment_B(pv.partition_B(part)) for part in parts]
-        self.part_shape = pv.partition_shape_C((ROWS, self.part))
+        values = permuted(block.of_group(block.sV, number), 1, 0, 2)
+        self.parts = ColumnParts(block.dtype, values, launched_registers(GROUPS + 1, tiling.blocks))
 
     def issue_output(self, tOrO, i, slot, accumulate) -> None:
-        left, layout = self.tOrP[None, None, None, i], cute.make_layout(self.part_shape)
-        parts = (
-            (cute.make_tensor(tOrO.iterator + n * self.part // 2, layout), left, right[None, None, None, slot.index])
-            for n, right in enumerate(self.right)
-        )
-        issue_all(self.pv_part, parts, accumulate)
+        self.parts.issue(tOrO, self.tOrP[None, None, None, i], slot, accumulate)
 
 
 class HopperWideByteBlock(HopperWideBlock):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -123,6 +124,35 @@ def issue_all(
     for accumulator, a, b in products:
         _multiply(mma, accumulator, a, b, range(cute.size(a, mode=[2])), accumulate)
     warpgroup.commit_group()
+
+
+class ColumnParts:
+    """Products whose right operand has more columns than one instruction may, in equal parts, see `part_columns`.
+
+    `values`: (columns, summed, stage). `registers`: of a thread at launch.
+    """
+
+    def __init__(self, dtype, values: cute.Tensor, registers: int, **how: Any) -> None:
+        columns, summed = cute.size(values, mode=[0]), cute.size(values, mode=[1])
+        self.columns = part_columns(columns, registers)
+        self.mma = product(dtype, self.columns, right=MN, **how)
+        mma = self.mma.get_slice(0)
+        parts = (cute.local_tile(values, (self.columns, summed), (n, 0, None)) for n in range(columns // self.columns))
+        self.right = [mma.make_fragment_B(mma.partition_B(part)) for part in parts]
+        self.shape = mma.partition_shape_C((ROWS, self.columns))
+
+    def issue(self, accumulator: cute.Tensor, left: cute.Tensor, slot, accumulate: bool) -> None:
+        """Starts them all as one group, with the right operand of a slot."""
+        layout = cute.make_layout(self.shape)
+        products = (
+            (
+                cute.make_tensor(accumulator.iterator + n * self.columns // 2, layout),
+                left,
+                b[None, None, None, slot.index],
+            )
+            for n, b in enumerate(self.right)
+        )
+        issue_all(self.mma, products, accumulate)
 
 
 def issue_in_parts(
