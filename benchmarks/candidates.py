@@ -36,7 +36,7 @@ from composattn.mods.score import Score
 Choose = Callable[..., Any]
 
 
-def _call(case: Case) -> tuple[Problem, Program]:
+def call_of(case: Case) -> tuple[Problem, Program]:
     """What a dense case computes, with gradients of what its mods learn."""
     pattern = case.pattern(case, torch.device("cpu"))
     score, mask = pattern.score_mod, pattern.mask_mod
@@ -52,12 +52,12 @@ def _call(case: Case) -> tuple[Problem, Program]:
 
 def class_of_case(case: Case) -> CallClass:
     """What kind of call the forward of a dense case is."""
-    return forward_class(*_call(case), HOPPER)
+    return forward_class(*call_of(case), HOPPER)
 
 
 def backward_class_of_case(case: Case) -> BackwardClass:
     """What kind of call the backward of a dense case is, with dQ in any order."""
-    return backward_class(*_call(case), HOPPER, False)
+    return backward_class(*call_of(case), HOPPER, False)
 
 
 def form_of_case(case: Case) -> str:
@@ -94,6 +94,19 @@ CANDIDATES: dict[Direction, dict[str, Choose]] = {
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}
 _CHOSEN: dict[Direction, Choose] = {"forward": forward_tiling, "backward": backward_tiling}
+
+
+def others_of(case: Case) -> list[str]:
+    """Candidates that have a tiling of their own for a case, which is not the chosen one."""
+    call = (*call_of(case), HOPPER, *(() if case.direction == "forward" else (False,)))
+    taken, found = [_CHOSEN[case.direction](*call)], []
+    for name, candidate in CANDIDATES[case.direction].items():
+        with contextlib.suppress(AssertionError, ValueError):  # fields that exclude each other
+            tiling = candidate(*call)
+            if tiling is not None and tiling not in taken:
+                taken.append(tiling)
+                found.append(name)
+    return found
 
 
 @contextlib.contextmanager
