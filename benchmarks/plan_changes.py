@@ -107,9 +107,10 @@ class Drawn:
     def __str__(self) -> str:
         p, more = self.problem, [word for word in ("dropout", "deterministic") if getattr(self, word)]
         at_most = [f"{name} {most}" for name, most in zip(("queries", "keys"), p.layout.hints, strict=False) if most]
+        lies = f"{p.layout.q}/{p.layout.kv} {' '.join(at_most)}"
         return (
             f"{self.target} {self.direction} B{p.batch} H{p.q_heads}/{p.kv_heads} S{p.q_len} on {p.kv_len} "
-            f"D{p.head_dim}/{p.head_dim_v} {p.types} {p.layout.q}/{p.layout.kv} {' '.join(at_most)} {self.score}, {self.mask} "
+            f"D{p.head_dim}/{p.head_dim_v} {p.types} {lies} {self.score}, {self.mask} "
             f"{' '.join(more)} {'' if p.schedule == AUTO else p.schedule}"
         )
 
