@@ -18,6 +18,7 @@ from benchmarks.implementations import Composattn, Implementation, Inputs, Job, 
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import CallClass
+from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.hopper.backward_choice import backward_tiling
@@ -28,7 +29,7 @@ from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
 from composattn.backends.hopper.backward_table import BackwardForm, form_of
 from composattn.backends.hopper.backward_table import serves as backward_serves
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import FORMS, ForwardForm, row_of, serves
+from composattn.backends.hopper.forward_table import FORMS, TABLE, ForwardForm, serves
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -63,7 +64,7 @@ def backward_class_of_case(case: Case) -> BackwardClass:
 def form_of_case(case: Case) -> str:
     """Which candidate the chosen form of a case is: no other call times it."""
     if case.direction == "forward":
-        return str(row_of(class_of_case(case)).form)
+        return str(first(TABLE, class_of_case(case)))
     return str(form_of(backward_class_of_case(case)))
 
 

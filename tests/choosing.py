@@ -2,12 +2,14 @@
 
 A branch point is an `if`, `for`, `while` or `case`, an exception that is caught, a conditional expression, a
 comprehension and each of its conditions, and each operand of `and` and `or` behind the first. Rows of a table are lines
-and no branch points. Lines are all lines of a file: comments say what was measured, and are read too.
+and no branch points. Lines are all lines of a file: comments say what was measured, and are read too. Rows of files of
+tables (`*.json`) are data, and counted apart.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 # A choice: how a call is cut, and in which order its tiles run. Records of tilings count, as what follows from their
 # fields is a choice too; tables on the device (`work`) don't, nor do rewrites of calls (strips, residues, widened)
 FILES = {
-    "fused": "backward_heads call_class coverage cut few_queries order patterns scheduler tiling traits",
-    "hopper": "backward_choice backward_class backward_forms backward_table backward_tiling evidence few_rows "
-    "forward_choice forward_forms forward_shapes forward_table fp8_choice fp8_tiling maxima tiling wide_tiling",
+    "fused": "call_class coverage cut few_queries order scheduler tables tiling traits",
+    "hopper": "backward_choice backward_class backward_forms backward_heads backward_table backward_tiling few_rows "
+    "forward_choice forward_forms forward_table fp8_choice fp8_tiling maxima tiling wide_tiling",
     "blackwell": "backward_choice backward_tiling tiling",
 }
 """By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""
@@ -58,12 +60,21 @@ def counted(root: Path = ROOT) -> dict[str, Count]:
     return found
 
 
+def rows(root: Path = ROOT) -> dict[str, int]:
+    """Of each file of tables."""
+    files = sorted((root / "composattn" / "backends").rglob("*.json"))
+    return {str(f.relative_to(root)): sum(map(len, json.loads(f.read_text())["tables"].values())) for f in files}
+
+
 def summed(counts: dict[str, Count]) -> Count:
     return Count(*map(sum, zip(*counts.values(), strict=True)))
 
 
 if __name__ == "__main__":
-    files = counted(Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT)
-    for file, count in files.items():
-        print(f"{count.lines:6} lines {count.branches:4} branch points  {file}")
+    root = Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT
+    files = counted(root)
+    for file, found in files.items():
+        print(f"{found.lines:6} lines {found.branches:4} branch points  {file}")
     print(f"{summed(files).lines:6} lines {summed(files).branches:4} branch points in {len(files)} files")
+    for file, count in rows(root).items():
+        print(f"{count:6} rows  {file}")

@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 from composattn.backends.blackwell import backward_choice
-from composattn.backends.blackwell.backward_choice import KINDS, Kind
+from composattn.backends.blackwell.backward_choice import TABLE, Kind
 from composattn.backends.fused.planning.call_class import BEYOND, CallClass, MaskKind
-from composattn.backends.fused.tiles.patterns import matches
+from composattn.backends.fused.planning.tables import first
 from composattn.dispatch import plan_cache
 
 
@@ -22,7 +22,7 @@ def sharing(blocks: int) -> Iterator[list[CallClass]]:
 
     def kind_of(call: CallClass, program: Any) -> Kind:
         long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND, length=BEYOND)
-        one, two = next((one, two) for one, two, pattern in KINDS if matches(long, pattern))
+        one, two = first(TABLE, long)
         if one is not two:
             asked.append(call)
         return one if blocks == 1 else two

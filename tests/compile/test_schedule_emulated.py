@@ -18,7 +18,7 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_class, tiling_of_form
-from composattn.backends.hopper.forward_table import DOCUMENTS, GUESSES_STAYS, SMALL, STAYS
+from composattn.backends.hopper.forward_table import ForwardForm
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -79,7 +79,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(ge
     found = []
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
-        cut = tiling_of_form(DOCUMENTS, forward_class(problem, program, FEW), problem, program, FEW)
+        cut = tiling_of_form(ForwardForm("documents"), forward_class(problem, program, FEW), problem, program, FEW)
         plan = plan_forward(problem, program, FEW, tiling=cut)
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
@@ -108,7 +108,7 @@ def test_two_stages_of_queries_give_the_same_bits(name: str, generator: torch.Ge
     q, k, v = (outlier_normal(1, 3, keys, dim, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    form = SMALL if "small" in name else GUESSES_STAYS if name == "guessing" else STAYS
+    form = ForwardForm("small" if "small" in name else "large", name == "guessing", "small" not in name)
     two = dataclasses.replace(
         tiling_of_form(form, forward_class(problem, program, HOPPER), problem, program, HOPPER), **fields
     )

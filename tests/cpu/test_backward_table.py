@@ -18,8 +18,8 @@ from benchmarks.shapes import Part, drawn
 from benchmarks.sweep import of_forms
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import BANDS, BEYOND, MaskKind, ModsKind, Rounds
+from composattn.backends.fused.planning.tables import Row, matches
 from composattn.backends.fused.running.call import FusedCall
-from composattn.backends.fused.tiles.patterns import matches
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_choice import backward_words
 from composattn.backends.hopper.backward_class import BackwardClass
@@ -28,17 +28,15 @@ from composattn.backends.hopper.backward_table import (
     FORMS,
     TILES,
     BackwardForm,
-    BackwardRule,
     form_of,
     rows_of,
     serves,
 )
-from composattn.backends.hopper.evidence import Measured
 from composattn.call.problem import Problem
 from tests.evidence import check_evidence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ROWS: list[BackwardRule[Any]] = [*TILES, *BLOCKS]
+ROWS: list[Row[Any]] = [*TILES, *BLOCKS]
 STEADY = 0.05  # times that spread by more are of calls that end before the host has issued the next
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 VALUES: dict[str, list[Any]] = {
@@ -50,7 +48,7 @@ VALUES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def some_class(generator: random.Random, row: BackwardRule[Any] | None = None) -> BackwardClass | None:
+def some_class(generator: random.Random, row: Row[Any] | None = None) -> BackwardClass | None:
     """Any, of the values that a row names, as far as registers say; None where these are at odds."""
     wanted = {} if row is None else row.pattern
     fields = {
@@ -82,9 +80,9 @@ def test_what_calls_get_can_cut_them() -> None:
 
 
 def test_evidence_is_of_results_that_are_here() -> None:
-    named = {row.evidence.results for row in ROWS if isinstance(row.evidence, Measured)}
+    named = {row.evidence.results for row in ROWS if row.evidence.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
-    assert all(row.evidence.why for row in ROWS if not isinstance(row.evidence, Measured))
+    assert all(row.evidence.why for row in ROWS if not row.evidence.shapes)
 
 
 @functools.cache
@@ -109,7 +107,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
     assert statistics.fmean(regrets) <= mean and max(regrets) <= worst
 
 
-def gains(row: BackwardRule[Any]) -> Iterator[float]:
+def gains(row: Row[Any]) -> Iterator[float]:
     """For the row's shapes with other forms timed: the time of the best of these over the row's own."""
     forms = {str(form): form for form in FORMS}
     for call, took in timed("fit"):

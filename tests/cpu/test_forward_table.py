@@ -28,12 +28,11 @@ from composattn.backends.fused.planning.call_class import (
     Order,
     Rounds,
 )
+from composattn.backends.fused.planning.tables import Pattern, Row, row_of
 from composattn.backends.fused.running.call import FusedCall
-from composattn.backends.fused.tiles.patterns import Pattern
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.evidence import Measured
 from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
-from composattn.backends.hopper.forward_table import TABLE, ForwardRule, row_of, serves
+from composattn.backends.hopper.forward_table import TABLE, ForwardForm, serves
 from composattn.call.problem import Layout, Problem
 from tests.evidence import check_evidence
 
@@ -63,14 +62,16 @@ def some_class(generator: random.Random, pattern: Pattern) -> CallClass:
 @pytest.mark.parametrize("number", range(len(TABLE)))
 def test_every_row_is_some_calls(number: int) -> None:
     generator, row = random.Random(number), TABLE[number]
-    assert any(row_of(some_class(generator, row.pattern)) is row for _ in range(3000)), f"others come before {row}"
+    assert any(row_of(TABLE, some_class(generator, row.pattern)) is row for _ in range(3000)), (
+        f"others come before {row}"
+    )
 
 
 def test_whatever_a_row_names_can_cut_all_calls_that_it_gets() -> None:
     generator = random.Random(0)
     for _ in range(5000):
         call = some_class(generator, {})
-        assert serves(row_of(call).form, call), call
+        assert serves(row_of(TABLE, call).says, call), call
 
 
 def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
@@ -82,24 +83,24 @@ def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
 
 
 def test_evidence_is_of_results_that_are_here() -> None:
-    named = {row.evidence.results for row in TABLE if isinstance(row.evidence, Measured)}
+    named = {row.evidence.results for row in TABLE if row.evidence.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
-    assert all(row.evidence.why for row in TABLE if not isinstance(row.evidence, Measured))
+    assert all(row.evidence.why for row in TABLE if not row.evidence.shapes)
 
 
 @functools.cache
-def timed(part: Literal["fit", "held-out"] = "fit") -> dict[str, tuple[ForwardRule, dict[str, float]]]:
+def timed(part: Literal["fit", "held-out"] = "fit") -> dict[str, tuple[Row[ForwardForm], dict[str, float]]]:
     """For each shape the row of the table that serves it, and what each form took, in ms."""
     took = of_forms(json.loads((RESULTS / "sweeps" / f"h200-forward-{part}.json").read_text())["rows"])
     cases = [case for case in drawn("forward", part) if case.name in took]
-    return {case.name: (row_of(class_of_case(case)), took[case.name]) for case in cases}
+    return {case.name: (row_of(TABLE, class_of_case(case)), took[case.name]) for case in cases}
 
 
 @pytest.mark.parametrize(("part", "shapes"), [("fit", 200), ("held-out", 188)])
 def test_what_the_table_takes_is_near_the_best_form_of_each_shape(
     part: Literal["fit", "held-out"], shapes: int
 ) -> None:
-    regrets = [took[str(row.form)] / min(took.values()) - 1 for row, took in timed(part).values()]
+    regrets = [took[str(row.says)] / min(took.values()) - 1 for row, took in timed(part).values()]
     assert len(regrets) == shapes
     assert statistics.fmean(regrets) <= 0.005 and max(regrets) <= 0.10
 
@@ -107,8 +108,8 @@ def test_what_the_table_takes_is_near_the_best_form_of_each_shape(
 def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
     gains: dict[int, list[float]] = {}
     for row, took in timed().values():
-        other = min(ms for form, ms in took.items() if form != str(row.form))
-        gains.setdefault(TABLE.index(row), []).append(other / took[str(row.form)])
+        other = min(ms for form, ms in took.items() if form != str(row.says))
+        gains.setdefault(TABLE.index(row), []).append(other / took[str(row.says)])
     for number, row in enumerate(TABLE):
         check_evidence(row, gains.get(number, []))
 

@@ -6,8 +6,9 @@ import collections
 
 import pytest
 
+from benchmarks.cases import Direction
 from benchmarks.plan_changes import Said, compared, drawn, planned
-from benchmarks.shapes import COUNTS, SEEDS, Direction
+from benchmarks.shapes import COUNTS, SEEDS
 from benchmarks.shapes import drawn as shapes
 
 

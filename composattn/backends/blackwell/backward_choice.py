@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, class_of
-from ..fused.tiles.patterns import Pattern, Span, matches
+from ..fused.planning.call_class import CallClass, class_of
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import reads_pairs, sees_score, sums_by
 from .backward_tiling import (
@@ -27,7 +27,7 @@ from .backward_tiling import (
 )
 from .roles import WARPGROUP, BackwardRoles
 from .tensor_memory import GROUPS, LANES, STRIP
-from .tiling import ROWS
+from .tiling import FILE, ROWS
 
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 L2 = 64 << 20
@@ -62,29 +62,9 @@ WIDE_PAIR = Kind(WidePairBackwardTiling, ROWS, 2 * ROWS, STRIP, IN_PARTS, (Sums.
 QUERY_PAIR = Kind(
     QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, STREAMED, (Sums.HEAD, Sums.ROW, Sums.COLUMN, Sums.PAIR)
 )
-NARROW, BROAD = Span(0, LANES), Span(LANES, BEYOND)
-BOUNDED = MaskKind.NONE, MaskKind.ENDS, MaskKind.BOUNDS, MaskKind.RUNS  # no lists, nor tensors, say what a tile visits
-# (one block, two, of which calls): of D 64 and 96 no two
-KINDS: tuple[tuple[Kind, Kind, Pattern], ...] = (
-    (ONE, PAIR, {"d": (128,), "dv": (128,), "mask": BOUNDED, "seen": Span(256, BEYOND)}),
-    (ONE, ONE, {"widest": NARROW}),
-    (WIDE, WIDE, {"length": Span(0, LANES)}),  # one tile of queries
-    (WIDE, WIDE_PAIR, {"d": Span(128, 192), "dv": NARROW, "mask": BOUNDED}),
-    (WIDE, WIDE_PAIR, {"d": NARROW, "dv": Span(128, 192), "mask": BOUNDED}),
-    (WIDE, QUERY_PAIR, {"mask": BOUNDED}),
-    (WIDE, WIDE, {}),
-)
-
-
-class Needs(NamedTuple):
-    """What takes registers beside the products."""
-
-    kernel: str
-    fixed: bool
-    scored: bool
-    reads: bool  # at (q, kv)
-    curved: bool  # the derivative sees the score, so P and dS are computed at once
-    by_row: bool  # sums that are a number a row, or of pairs of packed sequences
+KINDS = {"one": ONE, "wide": WIDE, "pair": PAIR, "wide pair": WIDE_PAIR, "query pair": QUERY_PAIR}
+# of one block, and of two
+TABLE: Table[tuple[Kind, Kind]] = table(FILE, "kinds", lambda said: (KINDS[said[0]], KINDS[said[1]]))
 
 
 class Registers(NamedTuple):
@@ -94,29 +74,13 @@ class Registers(NamedTuple):
     columns: int
     in_halves: bool = False
 
+    @staticmethod
+    def of(said: dict[str, Any]) -> Registers:
+        roles = BackwardRoles(said["compute"], said["dq"], said["other"])
+        return Registers(roles, said["columns"], said.get("in_halves", False))
 
-def registers(compute: int, dq: int, other: int, columns: int, in_halves: bool = False) -> Registers:
-    return Registers(BackwardRoles(compute, dq, other), columns, in_halves)
 
-
-YES = (True,)
-IN_TURNS: Pattern = {"kernel": ("backward_pair",), "fixed": YES, "scored": YES, "reads": (False,)}
-REGISTERS: tuple[tuple[Registers, Pattern], ...] = (
-    (registers(192, 72, 56, 64, True), IN_TURNS),  # ALiBi spilled 4
-    # all 96 columns of dQ at once, as dP waits for them; with 160 for P and dS a causal mask spilled 12
-    (registers(184, 96, 48, 48, True), {"kernel": ("backward_wide_pair",), "reads": YES}),
-    (registers(176, 112, 48, 96, True), {"kernel": ("backward_wide_pair",)}),
-    # dQ with 64 and 32 columns at once spilled up to 110, with 56 and 16 columns 2 beside sums by distance
-    (registers(192, 64, 64, 16, True), {"kernel": ("backward_query_pair",), "scored": YES}),
-    (registers(192, 64, 64, 16), {"kernel": ("backward_query_pair",)}),
-    # products of more addresses: with 64 they spilled 38; a soft cap in a fixed order 46, a third of them in dQ
-    (registers(136, 112, 128, 64), {"kernel": ("backward_wide",), "curved": YES}),
-    (registers(144, 96, 128, 64), {"kernel": ("backward_wide",)}),
-    (registers(208, 48, 48, 32), {"by_row": YES}),  # with 192 they spilled 2
-    (registers(184, 80, 64, 32), {"reads": YES}),  # a gradient by pairs spilled 38
-    (registers(176, 96, 64, 64, True), {"scored": YES}),  # ALiBi by a function spilled 4
-    (registers(176, 96, 64, 64), {}),
-)
+REGISTERS: Table[Registers] = table(FILE, "registers", Registers.of)
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
@@ -144,23 +108,23 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
 
 def kind_of(call: CallClass, program: Program) -> Kind:
     """The kernel of one block for a tile of keys, or of two."""
-    one, two = next((one, two) for one, two, pattern in KINDS if matches(call, pattern))
+    one, two = first(TABLE, call)
     return two if shares(two, program) else one
 
 
 def shares(kind: Kind, program: Program) -> bool:
     """Whether registers do for it: by distance where the derivative sees the score two blocks spilled 44."""
-    along = kind.tiling.sharing > 1 and sees_score(program) and sums_by(program, Sums.DISTANCE)
+    along = sees_score(program) and sums_by(program, Sums.DISTANCE)
     return not along and not any(sums_by(program, pattern) for pattern in kind.unpaired)
 
 
 def _registers(kind: Kind, call: CallClass, program: Program) -> Registers:
-    packed = call.layout == "packed" and sums_by(program, Sums.PAIR)
-    needs = Needs(
-        kind.tiling.kernel, call.order == "fixed", program.score is not None, reads_pairs(program.score),
-        sees_score(program), sums_by(program, Sums.ROW) or packed,
+    """`curved`: the derivative sees the score, so P and dS are computed at once."""
+    of_pairs = call.layout == "packed" and sums_by(program, Sums.PAIR)
+    return first(
+        REGISTERS, call, kernel=kind.tiling.kernel, fixed=call.order == "fixed", scored=program.score is not None,
+        reads=reads_pairs(program.score), curved=sees_score(program), by_row=sums_by(program, Sums.ROW) or of_pairs,
     )  # fmt: skip
-    return next(found for found, pattern in REGISTERS if matches(needs, pattern))
 
 
 def _dims(kind: Kind, call: CallClass) -> tuple[int, int]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.exponential_units import ExponentialUnits
-from ..fused.planning.call_class import ModsKind, mods_of
+from ..fused.planning.call_class import mods_of
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
-from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
@@ -27,19 +28,8 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 # as leave the busiest unit the least, of what an element takes in the machine code of these kernels
 # (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed
 PERIOD = 32
-PLAIN, READ, LINE = (ModsKind.PLAIN,), (ModsKind.PLAIN, ModsKind.PAIRS), (ModsKind.LINE,)
-DOUBLED = (True,)  # 32 exponentials a clock
-BY_POLYNOMIAL: tuple[tuple[int, Pattern], ...] = (
-    (2, {"mods": (ModsKind.OF_SCORE,), "doubled": DOUBLED}),
-    (0, {"doubled": DOUBLED}),
-    (22, {"mods": (ModsKind.OF_SCORE,)}),
-    (10, {"mods": PLAIN, "width": Span(0, 192)}),
-    (8, {"mods": READ, "width": Span(0, 224)}),
-    (6, {"mods": LINE, "width": Span(0, 224)}),
-    (4, {"width": Span(0, 256)}),
-    (2, {"width": Span(0, 288)}),
-    (0, {}),
-)
+FILE = Path(__file__).with_name("tables.json")
+BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial", int)
 # Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
 # Degree 4 errs by 4e-6.
 DEGREE = {torch.bfloat16: 3, torch.float16: 4}
@@ -116,17 +106,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     )
 
 
-class Work(NamedTuple):
-    """What exponentials run beside: `width` is D + Dv, by which products take as long."""
-
-    mods: ModsKind
-    width: int
-    doubled: bool
-
-
 def _exponential(problem: Problem, program: Program, target: Target) -> ExponentialUnits:
     width = padded(problem.head_dim) + padded(problem.head_dim_v)
-    columns = first(BY_POLYNOMIAL, Work(mods_of(program), width, target.exp2_per_clock > 16))
+    doubled = target.exp2_per_clock > 16
+    columns = first(BY_POLYNOMIAL, problem, mods=mods_of(program), width=width, doubled=doubled)
     return ExponentialUnits(columns, PERIOD, DEGREE[problem.dtype]) if columns else ExponentialUnits()
 
 

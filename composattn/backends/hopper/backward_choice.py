@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -15,6 +16,10 @@ from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
 from .backward_table import FORMS, BackwardForm, form_of, rows_of, serves
 from .backward_tiling import HopperBackwardTiling
+
+MADE: dict[str, Callable[[Facts, BackwardForm], HopperBackwardTiling]] = {
+    "keys apart": keys_apart, "shared keys": shared_keys, "exchange": exchange, "halves": halves,
+}  # fmt: skip
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
@@ -35,10 +40,7 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
 
 def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
     """A call's tiling by one of the forms."""
-    if form.tile.kind == "keys apart":
-        tiling = keys_apart(facts, form)
-    else:
-        tiling = {"shared keys": shared_keys, "exchange": exchange, "halves": halves}[form.tile.kind](facts)
+    tiling = MADE[form.tile.kind](facts, form)
     return _in_order(tiling, facts.problem, facts.program, facts.target) if facts.in_order else tiling
 
 

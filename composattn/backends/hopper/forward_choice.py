@@ -9,11 +9,12 @@ from ...call.eight_bits import EIGHT_BITS
 from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Rounds, class_of
+from ..fused.planning.tables import first, row_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.target import Target
 from .few_rows import few_rows
 from .forward_forms import Facts, tiling_of
-from .forward_table import FORMS, ForwardForm, row_of, serves
+from .forward_table import FORMS, TABLE, ForwardForm, serves
 from .fp8_choice import fp8_tiling, fp8_words
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
@@ -24,7 +25,7 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if problem.types.q in EIGHT_BITS:
         return fp8_tiling(problem, program, target)
     call = forward_class(problem, program, target)
-    own, others = row_of(call).form, (form for form in FORMS if serves(form, call))
+    own, others = first(TABLE, call), (form for form in FORMS if serves(form, call))
     return tuned.tiling(call, problem, target, own, others, lambda f: tiling_of_form(f, call, problem, program, target))
 
 
@@ -42,8 +43,8 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
     if problem.types.q in EIGHT_BITS:
         return fp8_words(problem, program)
     call = forward_class(problem, program, target)
-    row, known = row_of(call), tuned.of_call(call, problem, target)
-    chosen = f"{known.form}; {known}; the table says {row.form}" if known else f"{row.form}; {row.evidence}"
+    row, known = row_of(TABLE, call), tuned.of_call(call, problem, target)
+    chosen = f"{known.form}; {known}; the table says {row.says}" if known else f"{row.says}; {row.evidence}"
     return f"{call}\n    form: {chosen}"
 
 

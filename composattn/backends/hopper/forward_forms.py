@@ -9,61 +9,25 @@ from typing import Any
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
-from ..fused.planning.call_class import BEYOND, CallClass, MaskKind, ModsKind
+from ..fused.planning.call_class import CallClass
+from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.few_queries import packed_heads
-from ..fused.tiles.patterns import Pattern, Span, first
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import invariant_keys, key_tiles, keys_by_memory, query_tiles, whole_pages
-from ..fused.tiles.traits import (
-    bytes_at_pairs,
-    changes_weights,
-    has_opaque_test,
-    keys,
-    reads_any,
-    sees_at_most,
-    tiles_are_equal,
-    weighs_keys,
-)
+from ..fused.tiles.tiling import key_tiles, keys_by_memory, query_tiles, whole_pages
+from ..fused.tiles.traits import bytes_at_pairs, has_opaque_test, keys, reads_any, reads_pairs, sees_at_most
 from .byte_tiling import ByteTiling
-from .forward_shapes import LESS, Shape, shape_of, steps_of
-from .forward_table import ForwardForm
+from .forward_table import FILE, LESS, ForwardForm, Shape, shape_of, steps_of
 from .maxima import threshold_of
 from .tiling import GUESSING, ROWS, HopperTiling, registers_for
 
-FREE: Pattern = {"mods": (ModsKind.PLAIN,), "layout": ("dense",), "order": ("any", "fixed")}
-DENSE: Pattern = {"layout": ("dense",)}
-MASKED: Pattern = {"mask": tuple(m for m in MaskKind if m is not MaskKind.NONE)}
-# Columns of Q in registers of two warpgroups. D 128 of 1k and more: 1 to 3 %. D 192, in blocks that stay: 3 to 5 % of
-# 8k with the 80 keys that are left room for; D 256 gains nothing. None behind score mods, whose values take registers
-# too (D 192, an ALiBi window: 15 spilled)
-RESIDENT: tuple[tuple[int, Pattern], ...] = (
-    (128, FREE | {"dims": ((128, 128),), "length": Span(768, BEYOND)}),
-    (192, FREE | {"dims": ((192, 128),)}),
-    (128, FREE | {"dims": ((192, 192),)}),
-    (0, {}),
-)
-# Key/value heads that run together. Without a mask one after the other up to so many bytes of K and V: their blocks run
-# in step, and want less of L2 at a time. D 128: 1k to 8k gain 6 to 2 %, D 64 2k 3 %, 192/128 8k 2 %; of 16 MiB nothing
-# is gained. Not with biases at pairs, which heads share: 8 heads of 8k gain 4 % at D 64, 2 at D 128. With a mask few of
-# short ones of D 128, as others would need their keys again when these have left L2: causal 256 gains 5 %, 512 3; 1024
-# loses 2 (B 16, 16 heads)
-ONE_HEAD = 8 << 20
-TOGETHER: tuple[tuple[int | None, Pattern], ...] = (
-    (16, MASKED | DENSE | {"widest": (128,), "length": Span(0, 256)}),
-    (32, MASKED | DENSE | {"widest": (128,), "length": Span(0, 512)}),
-    (None, MASKED),
-    (None, {"mods": (ModsKind.PAIRS,)}),
-    (1, DENSE),
-    (None, {}),
-)
-# Keys of a row up to which batch-invariant tiles have 64 of them where D is at most 96: windows of 128 to 2,048 reach
-# 0.97 to 1.17 of the default by them, 0.74 to 0.91 by tiles of 128 keys
-NARROW = 2048
-# Tiles of keys for which SMs would be idle, from which work is shared: with 15 and more 4k to 16k of D 128,
-# 8k of D 192 and 256 gain 1 to 2 %, with 6 to 8 their 2k lose 1. Not three warpgroups, whose loops have no register to
-# spare (D 64 loses 2 to 4 %), nor with all of Q in registers (192/128: 16 spilled)
-SHARED = 10
+RESIDENT: Table[int] = table(FILE, "resident", int)  # columns of Q in registers
+TOGETHER: Table[int | None] = table(FILE, "together", lambda said: said)  # key/value heads; None: as L2 holds
+SHARES: Table[bool] = table(FILE, "shares", bool)  # whether blocks share the last rounds of equal tiles
+TAKEN: Table[int] = table(FILE, "taken", int)  # columns of registers beside scores and output, of all rows that match
+MOST_KEYS: Table[int] = table(FILE, "most_keys", int)  # of a tile, beside what mods read
+IN_ORDER: Table[int] = table(FILE, "invariant", int)  # keys of a batch-invariant tile; 0: of other calls
+NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,36 +54,24 @@ class Facts:
 
     @functools.cached_property
     def keys_in_order(self) -> int:
-        """Keys of a batch-invariant tile: fewer where constants of the mask leave a row few; 0 for other calls."""
-        if not self.problem.schedule.batch_invariant:
-            return 0
-        few = self.call.widest <= 96 and sees_at_most(NARROW, self.program)
-        return 64 if few else invariant_keys(self.call.widest, self.program)
+        """Keys of a batch-invariant tile, of which D and the mods decide; 0 for other calls."""
+        few, pairs = sees_at_most(NARROW, self.program), reads_pairs(self.program.score)
+        return first(IN_ORDER, self.call, few=few, pairs=pairs)
 
     @property
     def most_read(self) -> int:
-        """Keys of a tile: fewer beside what a score mod reads at each pair; numbers of 16 bits take half of the room.
-
-        128 keys of such biases gain 5 % of causal calls at D 64, 9 of full ones, 6 and 5 at D 128; of fp32 they lose
-        57.
-        """
-        few = bytes_at_pairs(self.program.score) <= (2 if self.call.widest <= 128 else 0)
-        return 128 if few and not weighs_keys(self.program) else 96
+        """Keys of a tile: fewer beside what a score mod reads at each pair."""
+        return first(MOST_KEYS, self.call, at_pairs=bytes_at_pairs(self.program.score))
 
     def registers(self, shape: Shape) -> int:
         """Registers of a thread that computes."""
         return registers_for(shape.warpgroups, shape.blocks, self.paged, self.of_bytes).computing
 
     def keys_by_registers(self, registers: int) -> int:
-        """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest.
-
-        Values on their way take 30 or 36, of a score mod beside those of a mask 46 (6 spills with D 96 and 64 columns);
-        a test that is no bound 12 more, or 25 spilled with D 64 and 128 columns; numbers of keys that weights are times
-        24, one for each of a thread's columns.
-        """
-        scored, reads = self.program.score is not None, reads_any(self.program.mask)
-        other = 30 + 6 * (scored or reads) + 10 * (scored and reads) + 12 * has_opaque_test(self.program)
-        other += 24 * weighs_keys(self.program)
+        """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
+        program = self.program
+        scored, reads, opaque = program.score is not None, reads_any(program.mask), has_opaque_test(program)
+        other = sum(all_of(TAKEN, self.call, scored=scored, reads=reads, opaque=opaque))
         return (registers - other - self.call.dv // 2) * 4 // 3 // 16 * 16
 
     @property
@@ -145,10 +97,10 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
     shape = shape_of(form, facts.call)
     if facts.of_bytes or facts.keys_by_registers(facts.registers(shape)) < facts.keys_in_order:
         shape = LESS.get(shape.kind, shape)
-    kernel, (d, dv) = shape.kernel(form), facts.call.dims
-    scheduler = _scheduler(facts, form, shape)
+    scheduler, (d, dv) = _scheduler(facts, form, shape), facts.call.dims
+    stays = scheduler is not Scheduler.ONE_TILE
     made = facts.tiling(
-        kernel=kernel,
+        kernel=form.kernel,
         tile_m=ROWS * shape.warpgroups,
         tile_n=64,
         d=d,
@@ -158,9 +110,9 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
         blocks=shape.blocks,
         scheduler=scheduler,
         # where maxima are guessed, few tiles look for their own
-        threshold=ALWAYS_RESCALE if kernel == GUESSING else threshold_of(facts.problem),
+        threshold=ALWAYS_RESCALE if form.kernel == GUESSING else threshold_of(facts.problem),
         stages=2,
-        resident=_resident(facts, shape, scheduler),
+        resident=first(RESIDENT, facts.call, warpgroups=shape.warpgroups, stays=stays),
         steps=steps_of(form, shape, facts.call),
     )
     tiling = _filled(facts, shape, made)
@@ -172,11 +124,6 @@ def _scheduler(facts: Facts, form: ForwardForm, shape: Shape) -> Scheduler:
     tiles = query_tiles(facts.problem, facts.heads, ROWS * shape.warpgroups) * facts.problem.batch
     once = form.stays and facts.call.widest <= 128 and tiles <= facts.target.sms
     return shape.scheduler if facts.stays(shape.stays or (form.stays and not once)) else Scheduler.ONE_TILE
-
-
-def _resident(facts: Facts, shape: Shape, scheduler: Scheduler) -> int:
-    holds = shape.warpgroups == 2 and (facts.call.d == 128 or scheduler is not Scheduler.ONE_TILE)
-    return first(RESIDENT, facts.call) if holds else 0
 
 
 def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
@@ -199,22 +146,17 @@ def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:
 
 def heads_together(facts: Facts) -> int | None:
     """What is asked for, else one head where all query tiles visit the same keys and these are not too many."""
-    together = first(TOGETHER, facts.call)
-    if together == 1 and 2 * facts.keys * sum(facts.call.dims) > ONE_HEAD:
-        together = None
-    return facts.problem.schedule.heads_together or together
+    of_head = 2 * facts.keys * sum(facts.call.dims)
+    return facts.problem.schedule.heads_together or first(TOGETHER, facts.call, bytes=of_head)
 
 
 def _shares(facts: Facts, tiling: HopperTiling) -> bool:
-    """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long.
-
-    With score mods it was not timed.
-    """
+    """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long."""
     problem, sms = facts.problem, facts.target.sms
-    equal = tiles_are_equal(problem, facts.program) and not (changes_weights(facts.program) or facts.keys_in_order)
-    if not (equal and tiling.scheduler.draws and tiling.warpgroups == 2) or tiling.frees_queries:
-        return False
     tiles = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
-    idle = -tiles % sms / sms
-    fits = 2 * sms**2 * key_tiles(problem, tiling.tile_n) < 1 << 31  # what `Shares` multiplies
-    return fits and tiles > 2 * sms and idle * facts.keys > SHARED * tiling.tile_n
+    return first(
+        SHARES, facts.call, split=problem.schedule.split_kv, warpgroups=tiling.warpgroups,
+        draws=tiling.scheduler.draws, frees_queries=tiling.frees_queries, rounds=tiles / sms,
+        idle=-tiles % sms / sms * facts.keys / tiling.tile_n,  # tiles of keys for which all SMs could be busy
+        products=2 * sms**2 * key_tiles(problem, tiling.tile_n),  # in 32 bits, by `Shares`
+    )  # fmt: skip

@@ -9,11 +9,13 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.factors import score_factors
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import query_tiles
 from ..fused.tiles.traits import OF_HEADS, has_opaque_test, padded, reads_any
+from .forward_table import FILE
 from .fp8_tiling import Fp8Tiling
 from .tiling import ROWS
 
@@ -28,26 +30,17 @@ class Fp8Form(NamedTuple):
 
 
 RESULTS = "benchmarks/results/eight-bits/h200-fp8-16k.json"
-# Up to these D and Dv, calls that change no weights, and others, whose values and tests take registers. Of the first
-# ones all tilings were timed (RESULTS, S 16k, full); the second are as ALiBi and a soft cap ran at D 128
-FORMS: tuple[tuple[int, int, Fp8Form, Fp8Form], ...] = (
-    (64, 64, Fp8Form(3, 128), Fp8Form(2, 128)),
-    (96, 96, Fp8Form(3, 128), Fp8Form(2, 128)),
-    (128, 128, Fp8Form(3, 128, 2), Fp8Form(2, 128)),
-    (192, 128, Fp8Form(3, 96, in_turns=False), Fp8Form(2, 128)),
-    (192, 192, Fp8Form(2, 128, 2), Fp8Form(2, 64, 2)),
-    (256, 256, Fp8Form(2, 128, 8, in_turns=False), Fp8Form(2, 64, 8)),
-)
+FORMS: Table[Fp8Form] = table(FILE, "fp8", lambda said: Fp8Form(**said))
 
 
 def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     """Tiles of a call that `multiplies_eight_bits`."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    plain, others = next(forms for most, most_of_v, *forms in FORMS if d <= most and dv <= most_of_v)
     score = program.score
     scaled = score is not None and score_factors(score, lambda node: node.rate in OF_HEADS) is not None
     changed = program.keep is not None or (score is not None and not scaled)
-    form = others if changed or has_opaque_test(program) or reads_any(program.mask) else plain
+    light = not (changed or has_opaque_test(program) or reads_any(program.mask))  # no values nor tests in registers
+    form = first(FORMS, problem, d=d, dv=dv, light=light)
     heads = packed_heads(problem, program, ROWS)
     made = Fp8Tiling(
         tile_m=ROWS * form.warpgroups,
