@@ -16,6 +16,7 @@ from composattn.backends.fused.planning.plan import Plan, TiledPlan
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.tiling import Tiling
+from composattn.call.problem import StripLayout
 from composattn.graph.content import content
 from composattn.graph.expr import Expr, index
 from composattn.mods import causal
@@ -62,8 +63,9 @@ def test_what_was_told_apart_by_sentences_once_is_by_fields() -> None:
     tiling = plan.tiling
     tilings = [dataclasses.replace(tiling, scheduler=scheduler) for scheduler in Scheduler]
     keys = {dataclasses.replace(plan, tiling=other).key for other in tilings}
-    keys |= {dataclasses.replace(plan, has_segments=True).key, dataclasses.replace(plan, strips=Strips(64, 3)).key}
-    keys |= {dataclasses.replace(plan, strips=Strips(64, 3, beyond=True)).key}
+    keys |= {dataclasses.replace(plan, has_segments=True).key}
+    layouts = [StripLayout(of=strips) for strips in (Strips(64, 3), Strips(64, 3, beyond=True))]
+    keys |= {dataclasses.replace(plan, layout=layout).key for layout in layouts}
     assert len(keys) == len(tilings) + 3
 
 

@@ -144,7 +144,6 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     is_split: bool = False
     batch_invariant: bool = False
     splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
-    strips: Strips | None = None
     many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
 
     @functools.cached_property
@@ -156,6 +155,11 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     def derived(self) -> tuple[Derived, ...]:
         """What is derived and read; of tiles that are listed the kernel asks no bands."""
         return derived_among(self.program, ends_of(() if self.lists else self.program.intervals, self.program.limits))
+
+    @property
+    def strips(self) -> Strips | None:
+        """How images are cut into the sequences of the call; None where it has no image."""
+        return self.layout.strips
 
     @property
     def direct_store(self) -> bool:
@@ -314,7 +318,6 @@ def forward_of(
         is_split=parts > 1,
         batch_invariant=problem.schedule.batch_invariant,
         splits=parts,
-        strips=strips,
         many_heads=problem.q_heads > MOST_ACROSS,
     )
 

@@ -74,9 +74,9 @@ class BackwardPlan(TiledPlan[AnyTiling]):
         return 0 if self.metadata is None else metadata_numbers(self.metadata.groups, len(self.metadata.reads))
 
     def __str__(self) -> str:
-        t = self.tiling
+        t, by_two = self.tiling, ", by two blocks" * (self.tiling.sharing == 2)
         rows = {
-            "tiles": f"{t.tile_n} keys stay, {t.tile_m} queries pass, on chip D {t.d}, Dv {t.dv}",
+            "tiles": f"{t.tile_n} keys stay, {t.tile_m} queries pass{by_two}, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "schedule": f"{self._blocks()}, {self.order}",
             "q tiles": f"by lists made on the device, as {self.lists.reason}" if self.lists else "",
