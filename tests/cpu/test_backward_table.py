@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import random
-import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.candidates import backward_class_of_case
-from benchmarks.shapes import Part, drawn
-from benchmarks.sweep import of_forms
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import BANDS, BEYOND, MaskKind, ModsKind, Rounds
 from composattn.backends.fused.planning.tables import Row, matches
@@ -25,15 +18,12 @@ from composattn.backends.hopper.backward_choice import backward_words
 from composattn.backends.hopper.backward_class import BackwardClass
 from composattn.backends.hopper.backward_table import (
     BLOCKS,
-    FORMS,
     TILES,
-    BackwardForm,
     form_of,
     rows_of,
     serves,
 )
 from composattn.call.problem import Problem
-from tests.evidence import check_evidence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS: list[Row[Any]] = [*TILES, *BLOCKS]
@@ -83,49 +73,6 @@ def test_evidence_is_of_results_that_are_here() -> None:
     named = {row.evidence.results for row in ROWS if row.evidence.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
     assert all(row.evidence.why for row in ROWS if not row.evidence.shapes)
-
-
-@functools.cache
-def timed(part: Part) -> list[tuple[BackwardClass, dict[str, float]]]:
-    """For each shape its class and the ms of each form, where the chosen one was timed and its time is steady."""
-    rows = json.loads((RESULTS / "sweeps" / f"h200-backward-{part}.json").read_text())["rows"]
-    took = of_forms(rows, STEADY)
-    found = [(backward_class_of_case(case), took[case.name]) for case in drawn("backward", part) if case.name in took]
-    return [(call, forms) for call, forms in found if str(form_of(call)) in forms]
-
-
-@pytest.mark.parametrize(
-    ("part", "shapes", "mean", "worst"), [("fit", 100, 0.002, 0.03), ("held-out", 43, 0.005, 0.08)]
-)
-def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
-    part: Part, shapes: int, mean: float, worst: float
-) -> None:
-    """Before rows were fitted 0.4 % and 0.9 % in the mean, 7 and 11 at most. The worst of those held out are a cross
-    attention on 300 keys at D 72, whose blocks would leave, and ALiBi of 2k at D 64, which 128 queries suit."""
-    regrets = [took[str(form_of(call))] / min(took.values()) - 1 for call, took in timed(part)]
-    assert len(regrets) == shapes
-    assert statistics.fmean(regrets) <= mean and max(regrets) <= worst
-
-
-def gains(row: Row[Any]) -> Iterator[float]:
-    """For the row's shapes with other forms timed: the time of the best of these over the row's own."""
-    forms = {str(form): form for form in FORMS}
-    for call, took in timed("fit"):
-        if row not in rows_of(call):
-            continue
-        mine = form_of(call)
-        others = [ms for name, ms in took.items() if _differs(forms[name], mine, row in TILES)]
-        if others:
-            yield min(others) / took[str(mine)]
-
-
-def _differs(form: BackwardForm, mine: BackwardForm, tile: bool) -> bool:
-    return form.tile != mine.tile if tile else form.tile == mine.tile and form.blocks != mine.blocks
-
-
-def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
-    for row in ROWS:
-        check_evidence(row, list(gains(row)))
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:

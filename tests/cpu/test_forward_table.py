@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
 import random
-import statistics
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from benchmarks.candidates import class_of_case
-from benchmarks.shapes import drawn
-from benchmarks.sweep import of_forms
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import (
     BANDS,
@@ -28,13 +22,12 @@ from composattn.backends.fused.planning.call_class import (
     Order,
     Rounds,
 )
-from composattn.backends.fused.planning.tables import Pattern, Row, row_of
+from composattn.backends.fused.planning.tables import Pattern, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
-from composattn.backends.hopper.forward_table import TABLE, ForwardForm, serves
+from composattn.backends.hopper.forward_table import TABLE, serves
 from composattn.call.problem import Layout, Problem
-from tests.evidence import check_evidence
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
@@ -86,32 +79,6 @@ def test_evidence_is_of_results_that_are_here() -> None:
     named = {row.evidence.results for row in TABLE if row.evidence.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
     assert all(row.evidence.why for row in TABLE if not row.evidence.shapes)
-
-
-@functools.cache
-def timed(part: Literal["fit", "held-out"] = "fit") -> dict[str, tuple[Row[ForwardForm], dict[str, float]]]:
-    """For each shape the row of the table that serves it, and what each form took, in ms."""
-    took = of_forms(json.loads((RESULTS / "sweeps" / f"h200-forward-{part}.json").read_text())["rows"])
-    cases = [case for case in drawn("forward", part) if case.name in took]
-    return {case.name: (row_of(TABLE, class_of_case(case)), took[case.name]) for case in cases}
-
-
-@pytest.mark.parametrize(("part", "shapes"), [("fit", 200), ("held-out", 188)])
-def test_what_the_table_takes_is_near_the_best_form_of_each_shape(
-    part: Literal["fit", "held-out"], shapes: int
-) -> None:
-    regrets = [took[str(row.says)] / min(took.values()) - 1 for row, took in timed(part).values()]
-    assert len(regrets) == shapes
-    assert statistics.fmean(regrets) <= 0.005 and max(regrets) <= 0.10
-
-
-def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain() -> None:
-    gains: dict[int, list[float]] = {}
-    for row, took in timed().values():
-        other = min(ms for form, ms in took.items() if form != str(row.says))
-        gains.setdefault(TABLE.index(row), []).append(other / took[str(row.says)])
-    for number, row in enumerate(TABLE):
-        check_evidence(row, gains.get(number, []))
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
