@@ -24,13 +24,13 @@ from benchmarks.shapes import SEEDS, Part, drawn
 from benchmarks.sweep import of_forms
 from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
-from composattn.backends.hopper import backward_class, backward_table, forward_table
+from composattn.backends.hopper import backward_class, backward_table, forward_table, tiling
 from composattn.backends.hopper.backward_table import BackwardForm
 
 RESULTS = Path(__file__).parent / "results" / "sweeps"
 # times of backwards that spread by more are of calls that end before the host has issued the next
 STEADY: dict[Direction, float] = {"forward": math.inf, "backward": 0.05}
-FILES: dict[Direction, Path] = {"forward": forward_table.FILE, "backward": backward_class.FILE}
+FILES: dict[Direction, Path] = {"forward": tiling.FILE, "backward": backward_class.FILE}
 TABLES: dict[Direction, dict[str, Table[Any]]] = {
     "forward": {"forms": forward_table.TABLE},
     "backward": {"tiles": backward_table.TILES, "blocks": backward_table.BLOCKS},
@@ -65,7 +65,7 @@ def timed(direction: Direction, part: Part) -> list[Shape]:
 
 
 def regrets(direction: Direction, part: Part, tables: dict[str, Table[Any]] | None = None) -> dict[str, float]:
-    """Of each shape, 0 where its form is the fastest; left out where the tables give a form that was not timed."""
+    """Regret by shape, 0 where the chosen form is the fastest; shapes whose form was not timed are left out."""
     chosen = ((shape, form_of(direction, tables or TABLES[direction], shape.call)) for shape in timed(direction, part))
     return {shape.name: shape.took[form] / min(shape.took.values()) - 1 for shape, form in chosen if form in shape.took}
 
@@ -96,7 +96,7 @@ def without(direction: Direction, name: str, row: Row[Any]) -> dict[str, Table[A
 
 
 def losses(direction: Direction, name: str, row: Row[Any]) -> Iterator[float]:
-    """Of shapes of all parts that get another form without a row: time by that one over time by the row's."""
+    """Time without a row over time with it, for each shape of all parts that gets another form."""
     others = without(direction, name, row)
     for part in SEEDS:
         for shape in timed(direction, part):
@@ -139,7 +139,9 @@ def write(direction: Direction) -> None:
         for number, row in enumerate(rows, start):
             said = {key: value for key, value in json.loads(lines[number].rstrip(",")).items() if key not in EVIDENCE}
             found = gains(direction, name, row)
-            why = {"shapes": len(found), "gain": round(statistics.geometric_mean(found), 3)} if found else {}
+            why: dict[str, Any] = (
+                {"shapes": len(found), "gain": round(statistics.geometric_mean(found), 3)} if found else {}
+            )
             why = why or {"why": row.evidence.why or "as it was"}
             comma = "," * lines[number].endswith(",")
             lines[number] = f"   {json.dumps(said | why, ensure_ascii=False)}{comma}"

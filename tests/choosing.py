@@ -61,7 +61,7 @@ def counted(root: Path = ROOT) -> dict[str, Count]:
 
 
 def rows(root: Path = ROOT) -> dict[str, int]:
-    """Of each file of tables."""
+    """How many rows each file of tables has."""
     files = sorted((root / "composattn" / "backends").rglob("*.json"))
     return {str(f.relative_to(root)): sum(map(len, json.loads(f.read_text())["tables"].values())) for f in files}
 

@@ -195,8 +195,7 @@ class HopperPairBackwardTiling(HopperBackwardTiling):
 
     @property
     def of_block(self) -> HopperBackwardTiling:
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return HopperBackwardTiling(**kept | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
+        return HopperBackwardTiling(**vars(self) | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
 
     @property
     def dk_parts(self) -> int:
@@ -227,8 +226,7 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
 
     @property
     def of_block(self) -> HopperBackwardTiling:
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return HopperBackwardTiling(**kept | {"kernel": "backward_apart", "tile_n": self.block_keys})
+        return HopperBackwardTiling(**vars(self) | {"kernel": "backward_apart", "tile_n": self.block_keys})
 
     def shared_memory(self, element_bytes: int) -> int:
         across = self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)

@@ -8,16 +8,14 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import time_of
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import key_tiles, slots
-from ..fused.tiles.traits import queries, reads_along_keys, tiles_are_equal, weighs_keys
+from ..fused.tiles.traits import queries, reads_along_keys, weighs_keys
 from .forward_forms import Facts
-from .forward_table import FILE
 from .maxima import threshold_of
-from .tiling import ROWS, HopperTiling
+from .tiling import FILE, ROWS, HopperTiling
 
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
 BYTES_ON_THE_WAY = 128 << 10
-FULL_ROUNDS = 0.04  # of their places idle, up to which nothing is gained by equal shares
 
 
 class Cut(NamedTuple):
@@ -30,6 +28,7 @@ class Cut(NamedTuple):
 
 
 CUTS: Table[list[Cut]] = table(FILE, "few", lambda said: [Cut(**cut) for cut in said])
+EQUAL_SHARES: Table[bool] = table(FILE, "equal_shares", bool)
 
 
 def few_rows(facts: Facts) -> HopperTiling:
@@ -48,18 +47,14 @@ def few_rows(facts: Facts) -> HopperTiling:
 
 
 def _has_equal_shares(facts: Facts, tiling: HopperTiling) -> bool:
-    """Whether blocks may share all keys alike: tiles are equal, none has more than three portions, and places are idle.
-
-    Where rounds are full, 128 tiles and multiples of them, shares lose up to 27 % (an end of 6 µs more than others').
-    """
+    """Whether blocks may share all keys alike: tiles are equal, of three portions at most, and places are idle."""
     problem, sms = facts.problem, facts.target.sms
-    if not tiles_are_equal(problem, facts.program) or problem.schedule.persistent is not None:
-        return False
     tiles = problem.q_heads // tiling.packed_heads * problem.batch
-    few = 2 * tiles >= sms  # as one warp adds up all portions
-    idle = -tiles % sms
-    counted = (tiles * key_tiles(problem, tiling.tile_n) + 1) * sms < 1 << 31  # what `EqualShares` multiplies
-    return few and idle >= FULL_ROUNDS * (tiles + idle) and counted
+    return first(
+        EQUAL_SHARES, facts.call, split=problem.schedule.split_kv,
+        asked=problem.schedule.persistent, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
+        products=(tiles * key_tiles(problem, tiling.tile_n) + 1) * sms,  # in 32 bits, by `EqualShares`
+    )  # fmt: skip
 
 
 def _of_few_rows(facts: Facts, cut: Cut) -> HopperTiling:

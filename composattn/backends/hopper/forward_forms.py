@@ -17,9 +17,9 @@ from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import key_tiles, keys_by_memory, query_tiles, whole_pages
 from ..fused.tiles.traits import bytes_at_pairs, has_opaque_test, keys, reads_any, reads_pairs, sees_at_most
 from .byte_tiling import ByteTiling
-from .forward_table import FILE, LESS, ForwardForm, Shape, shape_of, steps_of
+from .forward_table import LESS, ForwardForm, Shape, shape_of, steps_of
 from .maxima import threshold_of
-from .tiling import GUESSING, ROWS, HopperTiling, registers_for
+from .tiling import FILE, GUESSING, ROWS, HopperTiling, registers_for
 
 RESIDENT: Table[int] = table(FILE, "resident", int)  # columns of Q in registers
 TOGETHER: Table[int | None] = table(FILE, "together", lambda said: said)  # key/value heads; None: as L2 holds

@@ -6,15 +6,12 @@ To change a row: `python -m benchmarks.sweep`, see docs/design.md. Figures in "w
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal
 
 from ..fused.planning.call_class import CallClass
 from ..fused.planning.tables import Table, first, matches, table
 from ..fused.tiles.scheduler import Scheduler
-from .tiling import FROM_FIRST, GUESSING, RowSteps
-
-FILE = Path(__file__).with_name("forward.json")
+from .tiling import FILE, FROM_FIRST, GUESSING, RowSteps
 
 
 @dataclasses.dataclass(frozen=True)

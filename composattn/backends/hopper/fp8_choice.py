@@ -15,9 +15,8 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import query_tiles
 from ..fused.tiles.traits import OF_HEADS, has_opaque_test, padded, reads_any
-from .forward_table import FILE
 from .fp8_tiling import Fp8Tiling
-from .tiling import ROWS
+from .tiling import FILE, ROWS
 
 
 class Fp8Form(NamedTuple):

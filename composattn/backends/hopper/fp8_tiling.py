@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
-from ..fused.tiles.target import HOPPER
-from .tiling import SUMS, HopperTiling, Registers, launched_registers
+from .tiling import SUMS, HopperTiling, Registers, left_by
 
 FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
@@ -25,6 +25,8 @@ class Fp8Tiling(HopperTiling):
     a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
     output of one tile and the scores of the next.
     """
+
+    element_bytes: ClassVar[int] = 1
 
     kernel: str = FP8
     pieces: int = 1
@@ -67,15 +69,7 @@ class Fp8Tiling(HopperTiling):
         return self._copying[1]
 
     def registers(self, paged: bool) -> Registers:
-        warpgroups, copying = self.warpgroups, self._copying[0]
-        left = launched_registers(warpgroups, self.blocks) * (warpgroups + 1) - copying
-        return Registers(min(240, left // warpgroups // 8 * 8), copying)
-
-    @property
-    def q_stages(self) -> int:
-        two = self.persistent and not self.output_direct
-        room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
-        return 2 if two and self._bytes(2, element_bytes=1) <= room else 1
+        return left_by(self._copying[0], self.warpgroups, self.blocks)
 
     def _bytes(self, q_stages: int, element_bytes: int) -> int:
         rows = q_stages * self.d + 2 * self.dv * self.separate_o

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
@@ -19,6 +21,8 @@ GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 # warpgroups pass by kv tiles that only others' rows see, and tiles begin where the first key is that the block's see
 FROM_FIRST = "forward_from_first"
+FILE = Path(__file__).with_name("forward.json")
+COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
 WAITS = {
     None: "",
     "first": "; waits for O behind the first exponential",
@@ -36,16 +40,15 @@ class Registers(NamedTuple):
 def registers_for(warpgroups: int, blocks: int, paged: bool, converts: bool = False) -> Registers:
     """What threads that copy leave to those that compute, of what a block is launched with.
 
-    Page numbers take some beside what all copies need; three warpgroups have none for them. `converts`: two
-    warpgroups copy and make 16-bit numbers of bytes.
+    `paged`: page numbers take some. `converts`: two warpgroups copy and make 16-bit numbers of bytes.
     """
-    if converts:
-        copying = 40 if blocks > 1 else 56
-        left = launched_registers(warpgroups + 1, blocks) * (warpgroups + 2) - 2 * copying
-        return Registers(min(240, left // warpgroups // 8 * 8), copying)
-    many = paged or (warpgroups == 1 and blocks < 3)
-    copying = 32 if warpgroups == 3 else 40 if many else 24
-    left = launched_registers(warpgroups, blocks) * (warpgroups + 1) - copying
+    copying = first(COPYING, None, warpgroups=warpgroups, blocks=blocks, paged=paged, converts=converts)
+    return left_by(copying, warpgroups, blocks, 1 + converts)
+
+
+def left_by(copying: int, warpgroups: int, blocks: int, others: int = 1) -> Registers:
+    """Registers of threads that compute, beside `others` warpgroups of which a thread has `copying`."""
+    left = launched_registers(warpgroups + others - 1, blocks) * (warpgroups + others) - others * copying
     return Registers(min(240, left // warpgroups // 8 * 8), copying)
 
 
@@ -80,6 +83,7 @@ class HopperTiling(ForwardTiling):
     """
 
     l2: ClassVar[int] = L2
+    element_bytes: ClassVar[int] = 2  # of Q
 
     stages: int
     resident: int = 0
@@ -149,7 +153,7 @@ class HopperTiling(ForwardTiling):
         """
         two = self.persistent and not self.output_direct and self.kernel != FROM_FIRST
         room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
-        return 2 if two and self._bytes(2, element_bytes=2) <= room else 1
+        return 2 if two and self._bytes(2, self.element_bytes) <= room else 1
 
     @property
     def frees_queries(self) -> bool:

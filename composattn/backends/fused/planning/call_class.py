@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+from collections.abc import Callable
 from typing import Literal
 
-from ....analysis.captured_gradient import Pattern
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....graph.multiples import is_of_score
@@ -28,7 +29,7 @@ from ..tiles.traits import (
     queries,
     reads_any,
     reads_pairs,
-    sums_by,
+    sums_any,
     weighs_keys,
 )
 from ..tiles.work import captured_decide
@@ -45,7 +46,7 @@ BEYOND = 1 << 31
 
 
 class ModsKind(enum.Enum):
-    """What becomes of scores and weights. A call is of the last of these that is true of it."""
+    """What becomes of scores and weights: `MODS` says which of these a call is of."""
 
     PLAIN = "no score mod"
     LINE = "a line of the score"  # times a number of the head, and more that is read nowhere along the keys: ALiBi
@@ -59,7 +60,7 @@ class ModsKind(enum.Enum):
 
 
 class MaskKind(enum.Enum):
-    """Which keys rows see. A forward is of the last of these that is true of it; a backward see `mask_of_keys`."""
+    """Which keys rows see: `MASKS` says which of these a forward is of, `MASKS_OF_KEYS` a backward."""
 
     NONE = "no mask"
     BOUNDS = "bounds on positions"  # causal, windows, prefixes
@@ -168,49 +169,51 @@ def band(count: float) -> int:
 
 
 def mods_of(program: Program) -> ModsKind:
-    if weighs_keys(program):
-        return ModsKind.WEIGHED
-    if program.keep is not None:
-        return ModsKind.DROPOUT
-    if any(sums_by(program, pattern) for pattern in Pattern):
-        return ModsKind.LEARNED_PAIRS if reads_pairs(program.score) else ModsKind.LEARNED
-    if program.score is not None and is_line(program.score):
-        return ModsKind.LINE
-    if reads_pairs(program.score):
-        return ModsKind.PAIRS
-    if program.score is None:
-        return ModsKind.PLAIN
-    return ModsKind.OF_SCORE if is_of_score(program.score) else ModsKind.OTHER
+    return next(kind for kind, is_so in MODS if is_so(program))
 
 
 def mask_of(program: Program) -> MaskKind:
-    if program.mask is None:
-        return MaskKind.NONE
-    if captured_decide(program.intervals):
-        return MaskKind.DOCUMENTS
-    if len(program.intervals) > 1:
-        return MaskKind.RUNS
-    if has_opaque_test(program):
-        return MaskKind.OPAQUE
-    return MaskKind.TESTED if has_costly_test(program.mask) else MaskKind.BOUNDS
+    return next(kind for kind, is_so in MASKS if is_so(program))
 
 
 def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
     """Which queries see a key: documents with which tiles of keys begin, lists of what they visit, or bounds."""
-    mask, reads = program.mask, reads_any(program.mask)
-    if mask is None:
-        return MaskKind.NONE
-    if has_documents_apart(problem, program):
-        return MaskKind.WHOLE if has_whole_documents(problem, program) else MaskKind.DOCUMENTS
-    if reads:
-        return MaskKind.READ if bounds_queries(mask) else MaskKind.LISTED
-    if has_opaque_test(program):
-        return MaskKind.OPAQUE
-    if has_costly_test(mask):
-        return MaskKind.TESTED
-    if len(program.of_keys[0]) > 1:
-        return MaskKind.RUNS
-    return MaskKind.ENDS if end_together(problem, program) else MaskKind.BOUNDS
+    return next(kind for kind, is_so in MASKS_OF_KEYS if is_so(problem, program))
+
+
+# the first that is true of a call
+MODS: tuple[tuple[ModsKind, Callable[[Program], bool]], ...] = (
+    (ModsKind.WEIGHED, weighs_keys),
+    (ModsKind.DROPOUT, lambda program: program.keep is not None),
+    (ModsKind.LEARNED_PAIRS, lambda program: sums_any(program) and reads_pairs(program.score)),
+    (ModsKind.LEARNED, sums_any),
+    (ModsKind.PLAIN, lambda program: program.score is None),
+    (ModsKind.LINE, lambda program: program.score is not None and is_line(program.score)),
+    (ModsKind.PAIRS, lambda program: reads_pairs(program.score)),
+    (ModsKind.OF_SCORE, lambda program: is_of_score(program.score)),
+    (ModsKind.OTHER, lambda program: True),
+)
+MASKS: tuple[tuple[MaskKind, Callable[[Program], bool]], ...] = (
+    (MaskKind.NONE, lambda program: program.mask is None),
+    (MaskKind.DOCUMENTS, lambda program: captured_decide(program.intervals)),
+    (MaskKind.RUNS, lambda program: len(program.intervals) > 1),
+    (MaskKind.OPAQUE, has_opaque_test),
+    (MaskKind.TESTED, lambda program: has_costly_test(program.mask)),
+    (MaskKind.BOUNDS, lambda program: True),
+)
+MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
+    (MaskKind.NONE, lambda problem, program: program.mask is None),
+    (MaskKind.WHOLE, has_whole_documents),
+    (MaskKind.DOCUMENTS, has_documents_apart),
+    (MaskKind.READ, lambda problem, program: reads_any(program.mask) and bounds_queries(program.mask)),
+    (MaskKind.LISTED, lambda problem, program: reads_any(program.mask)),
+    (MaskKind.OPAQUE, lambda problem, program: has_opaque_test(program)),
+    (MaskKind.TESTED, lambda problem, program: has_costly_test(program.mask)),
+    (MaskKind.RUNS, lambda problem, program: len(program.of_keys[0]) > 1),
+    (MaskKind.ENDS, end_together),
+    (MaskKind.BOUNDS, lambda problem, program: True),
+)
+ROUNDS = (1, Rounds.AT_ONCE), (1.5, Rounds.ROUND_AND_A_HALF), (4, Rounds.FEW_ROUNDS), (math.inf, Rounds.ROUNDS)  # up to
 
 
 def _layout(problem: Problem) -> LayoutKind:
@@ -225,11 +228,7 @@ def _work(problem: Problem, target: Target, direction: Direction, heads: int, ro
         tiles = query_tiles(problem, heads, rows) * problem.batch
     else:
         tiles = -(-keys(problem) // rows) * problem.kv_heads * problem.batch
-    if tiles <= target.sms:
-        return Rounds.AT_ONCE
-    if 2 * tiles <= 3 * target.sms:
-        return Rounds.ROUND_AND_A_HALF
-    return Rounds.FEW_ROUNDS if tiles <= 4 * target.sms else Rounds.ROUNDS
+    return next(rounds for most, rounds in ROUNDS if tiles <= most * target.sms)
 
 
 def _fills(problem: Problem) -> bool:

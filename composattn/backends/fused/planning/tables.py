@@ -107,17 +107,17 @@ def matches(call: object, pattern: Pattern, **more: Any) -> bool:
 
 
 def row_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Row[T]:
-    """The first one that a call is in."""
+    """The first row that a call is in."""
     return next(_rows_of(rows, call, more))
 
 
 def first(rows: Iterable[Row[T]], call: object, **more: Any) -> T:
-    """What it says."""
+    """What the first row says that a call is in."""
     return next(_rows_of(rows, call, more)).says
 
 
 def all_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[T]:
-    """What all of them say that a call is in."""
+    """What every row says that a call is in, as several numbers that are added up."""
     return (row.says for row in _rows_of(rows, call, more))
 
 

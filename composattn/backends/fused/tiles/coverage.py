@@ -14,7 +14,7 @@ from ....graph.rebuilt import substitute
 from .order import exchanged, mirror
 from .segments import falls_apart
 from .tiling import BackwardTiling
-from .traits import bounds_queries, changes_weights, extent_of, has_bounded_documents, has_costly_test, padded
+from .traits import bounds_queries, changes_weights, extent_of, has_costly_test, has_plain_part, padded
 from .work import fixed_visits
 
 
@@ -69,7 +69,8 @@ def has_documents_apart(problem: Problem, program: Program) -> bool:
 
 def has_whole_documents(problem: Problem, program: Program) -> bool:
     """Whether these are seen whole."""
-    return has_documents_apart(problem, program) and not has_bounded_documents(program.mask)
+    mask = program.mask
+    return mask is not None and not has_plain_part(mask) and has_documents_apart(problem, program)
 
 
 def _visits(problem: Problem, program: Program, tile_n: int, tile_m: int) -> torch.Tensor | None:

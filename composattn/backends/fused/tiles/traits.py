@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -54,10 +55,8 @@ def reads_any(graph: Expr | None) -> bool:
     return bool(reads(graph))
 
 
-def is_line(score: Expr | None) -> bool:
+def is_line(score: Expr) -> bool:
     """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
-    if score is None:
-        return True
     return derivative(score).rate in OF_HEADS and not reads_along_keys(score)
 
 
@@ -68,13 +67,9 @@ def has_costly_test(mask: Expr | None) -> bool:
     return residual(mask).step > 1 or bool(reads(mask, set(Rate) - OF_HEADS))
 
 
-def has_bounded_documents(mask: Expr | None) -> bool:
-    """Whether it is a condition on positions and one that reads tensors at a query or a key, as of causal documents."""
-    return mask is not None and has_costly_test(mask) and _has_plain_part(mask)
-
-
-def _has_plain_part(mask: Expr) -> bool:
-    return any(map(_has_plain_part, mask.args)) if mask.op == "and" else not reads_any(mask)
+def has_plain_part(mask: Expr) -> bool:
+    """Whether it is a condition on positions, and others, as of causal documents."""
+    return any(map(has_plain_part, mask.args)) if mask.op == "and" else not reads_any(mask)
 
 
 def has_opaque_test(program: Program) -> bool:
@@ -89,8 +84,17 @@ def bounds_queries(mask: Expr | None) -> bool:
 
 def sums_by(program: Program, pattern: Pattern) -> bool:
     """Whether the kernel sums the gradient of a tensor along such a pattern."""
-    reads = program.reads.values() if isinstance(program, GradientProgram) else ()
-    return any(read.pattern is pattern for group in reads for read in group)
+    return pattern in _summed(program)
+
+
+def sums_any(program: Program) -> bool:
+    """Whether it sums the gradient of any tensor."""
+    return bool(_summed(program))
+
+
+def _summed(program: Program) -> set[Pattern]:
+    groups = program.reads.values() if isinstance(program, GradientProgram) else ()
+    return {read.pattern for read in itertools.chain(*groups)}
 
 
 def sees_score(program: Program) -> bool:
@@ -100,14 +104,18 @@ def sees_score(program: Program) -> bool:
 
 def queries(problem: Problem) -> int:
     """Queries of a sequence: packed, the most that any has if that is known, else the average."""
-    packed, most = problem.layout.q == "packed", problem.layout.max_q_len
-    return problem.q_len if not packed else -(-problem.q_len // problem.batch) if most is None else most
+    return _of_sequence(problem.layout.q, problem.q_len, problem.layout.max_q_len, problem.batch)
 
 
 def keys(problem: Problem) -> int:
     """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
-    packed, most = problem.layout.kv == "packed", problem.layout.max_kv_len
-    return problem.kv_len if not packed else -(-problem.kv_len // problem.batch) if most is None else most
+    return _of_sequence(problem.layout.kv, problem.kv_len, problem.layout.max_kv_len, problem.batch)
+
+
+def _of_sequence(lies: str, rows: int, most: int | None, batch: int) -> int:
+    if lies != "packed":
+        return rows
+    return -(-rows // batch) if most is None else most
 
 
 def changes_weights(program: Program) -> bool:
@@ -125,15 +133,16 @@ def sees_at_most(most: int, program: Program) -> bool:
     return program.limits is not None and program.limits.most is not None and program.limits.most <= most
 
 
-def tiles_are_equal(problem: Problem, program: Program) -> bool:
-    """Whether each work tile has all keys, and nobody asked for parts of them."""
-    return program.mask is None and problem.layout.is_dense and problem.schedule.split_kv == "auto"
-
-
 def extent_of(problem: Problem) -> Extent:
     """What lists of tiles are made for: the longest sequence there can be, all rows where nothing else is said."""
     p, layout = problem, problem.layout
-    q_len = p.q_len if layout.max_q_len is None or layout.q == "dense" else min(p.q_len, layout.max_q_len)
-    kv_len = p.kv_len if layout.max_kv_len is None or layout.kv != "packed" else min(p.kv_len, layout.max_kv_len)
-    unbounded = (layout.q == "packed" and layout.max_q_len is None) or (layout.kv == "packed" and not layout.max_kv_len)
+    q_len, q_unbounded = _longest(layout.q, p.q_len, layout.max_q_len)
+    kv_len, kv_unbounded = _longest(layout.kv, p.kv_len, layout.max_kv_len)
+    unbounded = q_unbounded or kv_unbounded
     return Extent(max(1, q_len), max(1, kv_len), p.batch, p.q_heads, p.device, not layout.is_dense, unbounded)
+
+
+def _longest(lies: str, rows: int, most: int | None) -> tuple[int, bool]:
+    """Rows that a sequence has at most, and whether nothing but all rows together says so."""
+    packed = lies == "packed"
+    return (min(rows, most), False) if packed and most else (rows, packed)
