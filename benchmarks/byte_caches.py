@@ -4,7 +4,8 @@
     python -m benchmarks.byte_caches "kv32768 GQA 32/8" --variant "blocks=2 tile_n=64 stages=2 byte_stages=4"
 
 A row is named by a regular expression. Calls of few queries are replays of CUDA graphs, and their caches are changed
-from call to call, so that none finds its keys in L2. A variant is fields of the 8-bit call's tiling, see `tilings.py`.
+from call to call, so that none finds its keys in L2. A variant is fields of the 8-bit call's tiling, see `tilings.py`,
+or `many`: of how many rows of queries on k and v are made 16-bit tensors before the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal
 
+dequantised: Any = importlib.import_module("composattn.backends.fused.rewrites.dequantised")  # a function has its name
 KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 L2 = 64 << 20  # bytes that a round of caches is larger than
 
@@ -125,6 +129,18 @@ def in_turns(calls: list[Call]) -> Call:
     return run
 
 
+@contextlib.contextmanager
+def planning_as(text: str) -> Iterator[None]:
+    """Inside, calls are planned as the variant says."""
+    changes, before = changes_of(text), dequantised.MANY
+    dequantised.MANY = changes.pop("many", before)
+    try:
+        with planning_with("forward", changes):
+            yield
+    finally:
+        dequantised.MANY = before
+
+
 def row(shape: Shape, variants: list[str], device: torch.device, options: argparse.Namespace) -> list[Row]:
     """Times of 8 and of 16 bits, and of each variant."""
     size = 2 * shape.batch * shape.heads[1] * shape.kv_len * sum(shape.dims)
@@ -144,10 +160,7 @@ def row(shape: Shape, variants: list[str], device: torch.device, options: argpar
         jobs: list[tuple[str, list[Any], dict[str, Any]]] = [("16 bits", wide, {}), ("8 bits", given, of_scales)]
         for name, tensors, more in [*jobs, *((text, given, of_scales) for text in variants)]:
             attention = ca.Attention(**how)
-            context = (
-                planning_with("forward", changes_of(text)) if (text := name) in variants else contextlib.nullcontext()
-            )
-            with context:
+            with planning_as(name) if name in variants else contextlib.nullcontext():
                 try:
                     out = attention(*tensors[0], **more)
                 except Exception as refused:  # a variant that does not fit

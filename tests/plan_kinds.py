@@ -10,6 +10,7 @@ import torch
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
@@ -45,6 +46,11 @@ def quantise(target: Target) -> list[Any]:
     return [plan]
 
 
+def dequantise(target: Target) -> list[Any]:
+    of_keys, of_values = BYTES[1:]
+    return [DequantisePlan(target=target, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values)]
+
+
 PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward": lambda: forward(HOPPER),
     "hopper-forward-split": lambda: forward(HOPPER, schedule=Schedule(split_kv=2)),
@@ -57,6 +63,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),
+    "hopper-dequantise": lambda: dequantise(HOPPER),
     "hopper-backward-segments": lambda: backward(HOPPER, length=LONG, mask=DOCUMENTS),
     "hopper-backward-strips": lambda: backward(HOPPER, length=96 * 96, mask=NEIGHBOURS, has_dlse=True),
     "hopper-backward-exchange": lambda: backward(HOPPER, d=256, mask=causal()),

@@ -38,6 +38,40 @@ def byte_layout(rows: int, columns: int, stages: int | None = None) -> cute.Layo
 
 
 @dataclasses.dataclass(frozen=True)
+class Widening(Fixed):
+    """8-bit floats of type `kind` as numbers of `dtype`, 16 bits, exactly where they are finite."""
+
+    kind: Any
+    dtype: Any
+
+    def __call__(self, word: Any) -> tuple[Any, Any]:
+        """Four numbers of 8 bits as two words of 16-bit ones, in their order."""
+        if self.dtype is cutlass.BFloat16:
+            return self._as_bf16(word, 0x9180), self._as_bf16(word, 0xB3A2)
+        if self.kind is cutlass.Float8E5M2:
+            return tuple(Int32(cute.arch.prmt(word, Int32(0), Int32(order))) for order in (0x1404, 0x3424))  # type: ignore[return-value]
+        return cute.arch.inline_ptx(  # type: ignore[no-any-return]
+            "{\n.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\n"
+            "cvt.rn.f16x2.e4m3x2 {$w0}, low;\ncvt.rn.f16x2.e4m3x2 {$w1}, high;\n}",
+            write_only_types=[Int32, Int32],
+            read_only_args=[word],
+        )
+
+    def _as_bf16(self, word: Any, order: int) -> Any:
+        """Two numbers, `order`: which bytes, each behind its sign eight times over."""
+        mantissa, bias = MANTISSA[self.kind]
+        shift = 7 - mantissa
+        spread = Int32(cute.arch.prmt(word, Int32(0), Int32(order)))
+        bits = (spread << shift) & _of_both(0x8000 | 0x7F << shift)
+        power = (127 + 127 - bias) << 7
+        return cute.arch.inline_ptx(
+            f"{{\n.reg .b32 power;\nmov.b32 power, {power << 16 | power};\nmul.rn.bf16x2 {{$w0}}, {{$r0}}, power;\n}}",
+            write_only_types=[Int32],
+            read_only_args=[bits],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Bytes(Fixed):
     """How a tile of `rows` x `columns` numbers of type `kind` becomes one of `dtype`, 16 bits, as `tile_layout` has it.
 
@@ -110,38 +144,12 @@ class Bytes(Fixed):
 
     def write(self, numbers: cute.Tensor, target: Any, offsets: Any, places: list[tuple[int, int]]) -> None:
         """These pieces as 16-bit numbers."""
-        apart = self.blocks * self.rows * self.wide * 2
+        widened, apart = Widening(self.kind, self.dtype), self.blocks * self.rows * self.wide * 2
         for n, (i, j) in enumerate(places):
             words = cute.make_rmem_tensor(4, Int32)
             for half in range(2):
-                words[2 * half], words[2 * half + 1] = self.widened(numbers[2 * n + half])
+                words[2 * half], words[2 * half + 1] = widened(numbers[2 * n + half])
             put_words(target + offsets[1][i] + (i * self.height * 2 * self.wide + j * apart), words)
-
-    def widened(self, word: Any) -> tuple[Any, Any]:
-        """Four numbers of 8 bits as two words of 16-bit ones, in their order."""
-        if self.dtype is cutlass.BFloat16:
-            return self._as_bf16(word, 0x9180), self._as_bf16(word, 0xB3A2)
-        if self.kind is cutlass.Float8E5M2:
-            return tuple(Int32(cute.arch.prmt(word, Int32(0), Int32(order))) for order in (0x1404, 0x3424))  # type: ignore[return-value]
-        return cute.arch.inline_ptx(  # type: ignore[no-any-return]
-            "{\n.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\n"
-            "cvt.rn.f16x2.e4m3x2 {$w0}, low;\ncvt.rn.f16x2.e4m3x2 {$w1}, high;\n}",
-            write_only_types=[Int32, Int32],
-            read_only_args=[word],
-        )
-
-    def _as_bf16(self, word: Any, order: int) -> Any:
-        """Two numbers, `order`: which bytes, each behind its sign eight times over."""
-        mantissa, bias = MANTISSA[self.kind]
-        shift = 7 - mantissa
-        spread = Int32(cute.arch.prmt(word, Int32(0), Int32(order)))
-        bits = (spread << shift) & _of_both(0x8000 | 0x7F << shift)
-        power = (127 + 127 - bias) << 7
-        return cute.arch.inline_ptx(
-            f"{{\n.reg .b32 power;\nmov.b32 power, {power << 16 | power};\nmul.rn.bf16x2 {{$w0}}, {{$r0}}, power;\n}}",
-            write_only_types=[Int32],
-            read_only_args=[bits],
-        )
 
 
 def _of_both(half: int) -> Int32:

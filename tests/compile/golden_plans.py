@@ -15,6 +15,7 @@ from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
+from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
@@ -101,6 +102,11 @@ def quantise(scale: str, power_of_two: bool, d: int = 128, **how: Any) -> Callab
     )  # fmt: skip
 
 
+def dequantise(of_keys: torch.dtype, of_values: torch.dtype) -> Callable[[], Any]:
+    """The kernel before a forward of many rows on keys and values of 8 bits."""
+    return lambda: DequantisePlan(target=HOPPER, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values)
+
+
 def combine(forward: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: forward().combine
 
@@ -180,6 +186,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "quantise-head-d128": quantise("head", True),
     "quantise-token-best-of-4-d96": quantise("token", False, d=96),
     "quantise-block-best-of-4-d128": quantise("block", False),
+    "dequantise-bf16": dequantise(*BYTES[1:]),
     "preprocess-d64": backward("preprocess", d=64),
     "preprocess-dlse-d256": backward("preprocess", d=256, has_dlse=True),
     "preprocess-varlen-d128": backward("preprocess", layout=USED, has_dlse=True),

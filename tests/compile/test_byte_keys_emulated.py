@@ -12,7 +12,9 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn import errors
-from composattn.backends.fused.running.emulated import emulating
+from composattn.backends.fused.running.dequantise import dequantised
+from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
+from composattn.backends.fused.tiles.target import HOPPER as TARGET
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import causal
 from composattn.testing import check
@@ -88,3 +90,22 @@ def test_gradients_beside_bytes_are_refused_by_name() -> None:
     q, k = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, 2, 64, 64).to(E4M3)
     with pytest.raises(errors.GradientUnsupported, match="dequantised"):
         ca.attention(q, k, k, backend=HOPPER)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_tensor_made_16_bits_has_the_number_of_each_finite_code_where_it_lay(dtype: torch.dtype) -> None:
+    """Keys of one kind and values of the other, in two orders of dimensions, more than a block of threads has."""
+    codes = (torch.arange(256 * 41, dtype=torch.int32) % 256).to(torch.uint8)
+    k, v = (codes.view(kind) for kind in (E4M3, E5M2))
+    k, v = (torch.where(x.float().isfinite(), x.float(), 1.0).to(x.dtype).view(2, 41, 2, 64) for x in (k, v))
+    k = k.transpose(1, 2)
+    wide_k, wide_v = dequantised(k, v, TARGET, dtype, EmulatedKernel)
+    assert wide_k.stride() == k.stride()
+    assert torch.equal(wide_k, k.to(dtype))
+    assert torch.equal(wide_v, v.to(dtype))
+
+
+def test_a_tensor_with_gaps_is_made_16_bits_by_torch() -> None:
+    k = torch.randn(1, 2, 9, 96).to(E4M3)[..., :64]
+    wide, _ = dequantised(k, k, TARGET, torch.bfloat16, EmulatedKernel)
+    assert torch.equal(wide, k.to(torch.bfloat16))

@@ -15,6 +15,7 @@ from .forward_choice import forward_tiling, forward_words
 
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
+    from ..fused.kernels.around.dequantise import Dequantise
     from ..fused.kernels.around.preprocess import Preprocess
     from ..fused.kernels.around.quantise import Quantise
     from ..fused.kernels.around.strip_join import StripJoin
@@ -48,6 +49,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "postprocess": HopperPostprocess,
         "backward_gather": HopperGather,
         "quantise": Quantise,
+        "dequantise": Dequantise,
         "strip_join": StripJoin,
     }
 

@@ -20,6 +20,7 @@ from ....graph.expr import DType
 from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan, StripJoinPlan
+from .plan_dequantise import DequantisePlan
 from .plan_quantise import QuantisePlan
 
 
@@ -263,6 +264,27 @@ class QuantiseArguments(NamedTuple):
             v=QuantisedTensor.of(plan, "v", plan.head_dim_v),
             mean=mean if plan.center else None,
             turned_mean=mean if plan.center and plan.hadamard and not plan.finds_largest else None,
+        )
+
+
+class DequantiseArguments(NamedTuple):
+    """Arguments of the kernel that makes 16-bit numbers of k and v; all as they lie in memory, 8 and more of each."""
+
+    k: Any  # (numbers of k,), 8 bits
+    v: Any  # (numbers of v,), 8 bits
+    wide_k: Any  # (numbers of k,), 16 bits
+    wide_v: Any  # (numbers of v,), 16 bits
+
+    @staticmethod
+    def of(plan: DequantisePlan) -> DequantiseArguments:
+        def numbers(dtype: torch.dtype, align: int) -> TensorForm:
+            return TensorForm(dtype, ("",), align=align, long=True)
+
+        return DequantiseArguments(
+            k=numbers(plan.of_keys, 8),
+            v=numbers(plan.of_values, 8),
+            wide_k=numbers(plan.dtype, 16),
+            wide_v=numbers(plan.dtype, 16),
         )
 
 

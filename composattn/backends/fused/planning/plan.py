@@ -52,7 +52,6 @@ class Plan(abc.ABC):
 
     target: Target
     dtype: torch.dtype
-    head_dim_v: int
 
     @property
     @abc.abstractmethod
@@ -70,7 +69,7 @@ class Plan(abc.ABC):
         return f"{self.step}\n{content(self)}"
 
     def __str__(self) -> str:
-        return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}, Dv {self.head_dim_v}"
+        return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,7 @@ class CombinePlan(Plan):
     """The kernel after a forward that was split over kv."""
 
     step = "combine"
+    head_dim_v: int
     return_lse: bool
     in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
 
@@ -93,6 +93,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     `has_segments`: tiles begin with the segments that the table says.
     """
 
+    head_dim_v: int
     head_dim: int
     layout: Layout
     has_order_table: bool
@@ -232,8 +233,8 @@ class CompiledIn(TypedDict):
 
     target: Target
     dtype: torch.dtype
-    head_dim: int
     head_dim_v: int
+    head_dim: int
     layout: Layout
 
 

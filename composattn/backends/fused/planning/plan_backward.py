@@ -129,6 +129,7 @@ class StripJoinPlan(Plan):
     """The join, which adds gradients of keys by strips of an image."""
 
     step = "strip_join"
+    head_dim_v: int
     head_dim: int
     strips: Strips
 

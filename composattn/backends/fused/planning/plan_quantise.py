@@ -23,6 +23,7 @@ class QuantisePlan(Plan):
     """
 
     step = "quantise"
+    head_dim_v: int
     head_dim: int
     to: torch.dtype
     scale: Literal["head", "block", "token"]

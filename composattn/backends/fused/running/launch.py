@@ -22,6 +22,7 @@ from ..tiles.work import SegmentTables
 from .bulk import readable
 from .captured import Reads
 from .counter import counter_of
+from .dequantise import dequantised
 
 
 class ForwardLauncher:
@@ -114,7 +115,7 @@ class ForwardLauncher:
             else:
                 reads, (work,) = self.reads.given(given) if self.reads.has_numbers else given, found
         if k.dtype is not self.key_type:  # 8 bits, of which the plan wants 16
-            k, v = k.to(self.key_type), v.to(self.key_type)
+            k, v = dequantised(k, v, self.plan.target, self.key_type, self.kernel_of)
         captured, scalars, sequences = tuple(reads) or None, tuple(numbers) or None, None if self.is_dense else lie
         counter, left = self._counted(q) if self.counts else (None, None)
         self.launch(q, k, v, out, lse, max_scores, scale, sequences, work, captured, scalars, counter, left)
