@@ -14,11 +14,12 @@ follow the largest: 480, 65536 and more.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from .swizzled_tiles import at_column, put_words, swizzled
 from .values import Fixed, smaller
@@ -71,6 +72,16 @@ class Widening(Fixed):
         )
 
 
+class Piece(NamedTuple):
+    """8 numbers of a lane: of which of its warp's strips, how many of all warps' strips come before that one, and
+    after how many times `height` rows and `blocks` blocks of the strip."""
+
+    round: int
+    before: int
+    down: int
+    across: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Bytes(Fixed):
     """How a tile of `rows` x `columns` numbers of type `kind` becomes one of `dtype`, 16 bits, as `tile_layout` has it.
@@ -116,40 +127,53 @@ class Bytes(Fixed):
     ) -> None:
         """A lane's part of every `warps`-th strip from the `first` on, bytes at `source` to 16 bits at `target`.
 
-        The bytes of a strip are read before the one before it is written: no compiler moves a read over a write.
+        The bytes of the next pieces are read before these are written: no compiler moves a read over a write.
         """
-        strips, step, places = self.rows // STRIP, STRIP * self.columns, self.places
-        for part in cutlass.range_constexpr(0, len(places), AT_ONCE):
-            some = places[part : part + AT_ONCE]
-            held = cute.make_rmem_tensor(2 * len(some), Int32)
-            self.read(source + first * step, offsets, some, held)
-            for strip in cutlass.range(first, strips, warps, unroll=1):
-                numbers = cute.make_rmem_tensor(2 * len(some), Int32)
-                for i in cutlass.range_constexpr(2 * len(some)):
-                    numbers[i] = held[i]
-                self.read(source + smaller(strip + warps, strips - 1) * step, offsets, some, held)
-                self.write(numbers, target + strip * (STRIP * 2 * self.wide), offsets, some)
+        groups, strips = self.groups(warps), self.rows // STRIP
+        ahead = self.read(groups[0], source, offsets, first)
+        for n in cutlass.range_constexpr(len(groups)):
+            held = ahead
+            if const_expr(n + 1 < len(groups)):
+                ahead = self.read(groups[n + 1], source, offsets, first)
+            group = groups[n]
+            if const_expr(group[-1].round * warps + warps <= strips):
+                self.write(group, held, target, offsets, first)
+            else:
+                if first + group[-1].before < strips:
+                    self.write(group, held, target, offsets, first)
 
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """A strip's pieces of a lane: after how many times `height` rows, after how many times `blocks` blocks."""
+    def groups(self, warps: int) -> list[list[Piece]]:
+        """A lane's pieces, `AT_ONCE` or fewer together; of the last round, which some warps may lack, alone."""
+        strips = self.rows // STRIP
+        whole = strips // warps
+        rounds = [range(whole), range(whole, -(-strips // warps))]
         across = self.columns // (self.blocks * self.wide)
-        return [(i, j) for i in range(STRIP // self.height) for j in range(across)]
+        places = list(itertools.product(range(STRIP // self.height), range(across)))
+        parts = ([Piece(n, n * warps, *place) for n in some for place in places] for some in rounds)
+        return [pieces[i : i + AT_ONCE] for pieces in parts for i in range(0, len(pieces), AT_ONCE)]
 
-    def read(self, source: Any, offsets: Any, places: list[tuple[int, int]], held: cute.Tensor) -> None:
-        """The bytes of these pieces of a lane, two words of each."""
-        for n, (i, j) in enumerate(places):
-            pair = _get(source + offsets[0] + (i * self.height * self.columns + j * self.blocks * self.wide))
-            held[2 * n], held[2 * n + 1] = pair[0], pair[1]
+    def read(self, pieces: list[Piece], source: Any, offsets: Any, first: Any) -> list[Any]:
+        """Their bytes, two words of each; behind the last strip those of that are read."""
+        found: list[Any] = []
+        for piece in pieces:
+            strip = smaller(first + piece.before, self.rows // STRIP - 1)
+            inside = piece.down * self.height * self.columns + piece.across * self.blocks * self.wide
+            pair = _get(source + strip * (STRIP * self.columns) + offsets[0] + inside)
+            found += [pair[0], pair[1]]
+        return found
 
-    def write(self, numbers: cute.Tensor, target: Any, offsets: Any, places: list[tuple[int, int]]) -> None:
-        """These pieces as 16-bit numbers."""
+    def write(self, pieces: list[Piece], held: list[Any], target: Any, offsets: Any, first: Any) -> None:
+        """These as 16-bit numbers: all of them, then their stores, which else would wait for each other's registers."""
         widened, apart = Widening(self.kind, self.dtype), self.blocks * self.rows * self.wide * 2
-        for n, (i, j) in enumerate(places):
+        numbers = []
+        for n in range(len(pieces)):
             words = cute.make_rmem_tensor(4, Int32)
             for half in range(2):
-                words[2 * half], words[2 * half + 1] = widened(numbers[2 * n + half])
-            put_words(target + offsets[1][i] + (i * self.height * 2 * self.wide + j * apart), words)
+                words[2 * half], words[2 * half + 1] = widened(held[2 * n + half])
+            numbers.append(words)
+        for piece, words in zip(pieces, numbers, strict=True):
+            inside = (first + piece.before) * (STRIP * 2 * self.wide) + piece.across * apart
+            put_words(target + offsets[1][piece.down] + inside + piece.down * self.height * 2 * self.wide, words)
 
 
 def _of_both(half: int) -> Int32:
