@@ -48,7 +48,7 @@ def quantise(target: Target) -> list[Any]:
 
 def dequantise(target: Target) -> list[Any]:
     of_keys, of_values = BYTES[1:]
-    return [DequantisePlan(target=target, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values)]
+    return [DequantisePlan(target=target, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values, rank=4)]
 
 
 PLANS: dict[str, Callable[[], list[Any]]] = {

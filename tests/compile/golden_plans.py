@@ -104,7 +104,7 @@ def quantise(scale: str, power_of_two: bool, d: int = 128, **how: Any) -> Callab
 
 def dequantise(of_keys: torch.dtype, of_values: torch.dtype) -> Callable[[], Any]:
     """The kernel before a forward of many rows on keys and values of 8 bits."""
-    return lambda: DequantisePlan(target=HOPPER, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values)
+    return lambda: DequantisePlan(target=HOPPER, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values, rank=4)
 
 
 def combine(forward: Callable[[], Any]) -> Callable[[], Any]:

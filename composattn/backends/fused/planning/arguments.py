@@ -268,17 +268,17 @@ class QuantiseArguments(NamedTuple):
 
 
 class DequantiseArguments(NamedTuple):
-    """Arguments of the kernel that makes 16-bit numbers of k and v; all as they lie in memory, 8 and more of each."""
+    """Arguments of the kernel that makes 16-bit numbers of k and v, which have no gaps in memory."""
 
-    k: Any  # (numbers of k,), 8 bits
-    v: Any  # (numbers of v,), 8 bits
-    wide_k: Any  # (numbers of k,), 16 bits
-    wide_v: Any  # (numbers of v,), 16 bits
+    k: Any  # (B, Hkv, Skv, D), or packed, 8 bits
+    v: Any  # (B, Hkv, Skv, Dv), or packed, 8 bits
+    wide_k: Any  # as k, 16 bits, in the same order in memory
+    wide_v: Any  # as v, likewise
 
     @staticmethod
     def of(plan: DequantisePlan) -> DequantiseArguments:
         def numbers(dtype: torch.dtype, align: int) -> TensorForm:
-            return TensorForm(dtype, ("",), align=align, long=True)
+            return TensorForm(dtype, ("",) * plan.rank, "any", align=align)
 
         return DequantiseArguments(
             k=numbers(plan.of_keys, 8),

@@ -11,8 +11,12 @@ from .plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantisePlan(Plan):
-    """Numbers of `of_keys` and of `of_values` to `dtype`, wherever they lie in memory that has no gaps."""
+    """Numbers of `of_keys` and of `of_values` to `dtype`, as they lie in memory that has no gaps.
+
+    `rank`: of the tensors, whose sizes say how many there are.
+    """
 
     step = "dequantise"
     of_keys: torch.dtype
     of_values: torch.dtype
+    rank: int

@@ -13,10 +13,10 @@ from ..tiles.architecture import architecture_of
 from ..tiles.traits import queries
 from .posed import Found, Nothing, Posed, Rewritten
 
-# Rows of a key/value head from which the pass pays. For 8k keys, 8 heads of D 128 it takes 55 µs (torch's casts, one
-# H200): 4 % of 8,192 queries of 32 heads, 8 of causal ones, 69 % of 512. A kernel that converts takes 10 to 24 % of 64
-# queries more than one of 16 bits; of more queries that was not timed as it is now
-MANY = 8192
+# Rows of a key/value head from which the pass pays. For 8 heads of D 128 it takes 15 µs of 8k keys, 54 of 32k (one
+# H200). Time over that of 16 bits by the pass, and by a kernel that converts: 1.17 and 1.34 of 2,048 rows and 8k keys,
+# 1.17 and 1.37 of 32k; of 1,024 rows 1.25 and 1.23, and 1.30 and 1.35; of 256 rows 1.93 and 1.25
+MANY = 2048
 
 
 def dequantised(posed: Posed) -> Found:

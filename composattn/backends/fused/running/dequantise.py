@@ -25,21 +25,32 @@ def dequantised(
     """
     if not (_is_whole(k) and _is_whole(v)):
         return k.to(dtype), v.to(dtype)
-    wide_k, wide_v = (torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device) for x in (k, v))
-    given = DequantiseArguments(*(x.as_strided((x.numel(),), (1,)) for x in (k, v, wide_k, wide_v)))
-    _kernel(target, dtype, k.dtype, v.dtype, kernel_of)(*given)
+    wide_k, wide_v = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
+    kernel = _kernel(target, dtype, k.dtype, v.dtype, k.ndim, kernel_of)
+    kernel(*DequantiseArguments(k, v, wide_k, wide_v))
     return wide_k, wide_v
 
 
 def _is_whole(x: torch.Tensor) -> bool:
     """Whether a tensor of 8 bits fills the memory from its first to its last number, in whole pieces."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.dtype in EIGHT_BITS and extent == x.numel() and not (x.numel() | x.data_ptr()) % PIECE
+    whole = x.is_contiguous() or _extent(x) == x.numel()
+    return whole and x.dtype in EIGHT_BITS and not (x.numel() | x.data_ptr()) % PIECE
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Numbers from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    target: Target, dtype: torch.dtype, of_keys: torch.dtype, of_values: torch.dtype, kernel_of: Callable[[Any], Any]
+    target: Target,
+    dtype: torch.dtype,
+    of_keys: torch.dtype,
+    of_values: torch.dtype,
+    rank: int,
+    kernel_of: Callable[[Any], Any],
 ) -> Callable[..., Any]:
     """The kernel for these types, found without its key, which takes longer than a launch."""
-    return kernel_of(DequantisePlan(target=target, dtype=dtype, of_keys=of_keys, of_values=of_values))  # type: ignore[no-any-return]
+    plan = DequantisePlan(target=target, dtype=dtype, of_keys=of_keys, of_values=of_values, rank=rank)
+    return kernel_of(plan)  # type: ignore[no-any-return]

@@ -1,5 +1,8 @@
 """Keys and values of 8 bits to 16-bit numbers in memory, exactly: what a forward of many rows then reads."""
 
+import functools
+import operator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -26,10 +29,10 @@ class Dequantise(Kernel):
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
         blocks = self.blocks(given.k) + self.blocks(given.v)
-        self.kernel(*given).launch(grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream)
+        self.kernel(*given).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     def blocks(self, numbers):
-        return cute.ceil_div(numbers.shape[0], THREADS * AT_ONCE * PIECE)
+        return Int32(cute.ceil_div(_pieces(numbers), THREADS * AT_ONCE))
 
     @cute.kernel
     def kernel(self, k, v, wide_k, wide_v):
@@ -43,7 +46,7 @@ class Dequantise(Kernel):
     def dequantise(self, source, target, number):
         """The pieces of a block; behind the last one there are none, and the last is read again."""
         widened = Widening(source.element_type, target.element_type)
-        pieces = Int64(source.shape[0]) // PIECE
+        pieces = _pieces(source)
         first = Int64(number) * (THREADS * AT_ONCE) + cute.arch.thread_idx()[0]
         held = [_words(source, smaller(first + i * THREADS, pieces - 1)) for i in range(AT_ONCE)]
         loaded = [cute.make_rmem_tensor(words.layout, Int32) for words in held]
@@ -55,6 +58,11 @@ class Dequantise(Kernel):
                 numbers[2 * half], numbers[2 * half + 1] = widened(loaded[i][half])
             if first + i * THREADS < pieces:
                 move(numbers, _words(target, first + i * THREADS))
+
+
+def _pieces(numbers) -> Int64:
+    """How many there are, also where their numbers are too many for 32 bits."""
+    return functools.reduce(operator.mul, map(Int64, numbers.shape)) // PIECE
 
 
 def _words(numbers, piece) -> cute.Tensor:
