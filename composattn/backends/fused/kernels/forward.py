@@ -21,7 +21,7 @@ from ....primitives.values import Fixed
 from ..planning.arguments import ForwardArguments
 from ..planning.plan import AnyForwardTiling, ForwardPlan
 from ..tiles.architecture import Kernel
-from .forward_call import ForwardCall, ForwardWork, launched
+from .forward_call import ForwardCall, ForwardWork, HostRows, Operands, bulk_operands, launched
 
 
 class Forward(Kernel, Generic[AnyForwardTiling]):
@@ -62,6 +62,10 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         """How a box of K or V lies in shared memory where it comes in."""
         return tile_layout(rows, columns)
 
+    def operands(self, given: ForwardArguments, host: HostRows) -> Operands:
+        """How tiles come to shared memory and leave it."""
+        return bulk_operands(self.plan, given, self.heads, self.rows, self.key_layout, host)
+
     @abc.abstractmethod
     def roles(self, call: ForwardCall) -> None:
         """What the warps of a block do."""
@@ -71,7 +75,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         given = self.arguments(*arguments)
         self.dtype, self.key_types = given.q.element_type, (given.k.element_type, given.v.element_type)
         self.out_dtype = self.dtype if self.plan.is_split else given.out.element_type
-        found = launched(self.plan, given, self.heads, self.rows, self.key_layout)
+        found = launched(self.plan, given, self.heads, lambda host: self.operands(given, host))
         made = found.tensors, given.lse, given.max_scores, found.order
         read = given.scale, given.captured, given.scalars, found.queries, found.keys
         dealt = found.splits, given.counter, found.shares

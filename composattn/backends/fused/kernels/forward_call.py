@@ -58,13 +58,62 @@ def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
     return order.tiles if splits is None else order.tiles * splits
 
 
-def launched(
-    plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, rows: int, key_layout: Callable[[int, int], Any]
-) -> Launched:
-    """On the host: copies of `rows` query rows and of tiles of keys, and the order of the work.
+class HostRows(NamedTuple):
+    """On the host: where rows of queries and keys lie, and the tensors with a row and its columns as first modes."""
+
+    queries: Rows
+    keys: Rows
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+Operands = tuple[ForwardOperands, ForwardOperands]
+"""Bulk copies of the tensors that come and go by such, and the tensors as these copies, or the kernel's threads, see them."""
+
+
+def bulk_operands(
+    plan: ForwardPlan,
+    given: ForwardArguments,
+    heads: HeadRows,
+    rows: int,
+    key_layout: Callable[[int, int], Any],
+    host: HostRows,
+) -> Operands:
+    """Descriptors for bulk copies of `rows` query rows and of tiles of keys.
 
     `key_layout`: how a box of K or V lies in shared memory.
     """
+    tiling, queries, keys = plan.tiling, host.queries, host.keys
+    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    box, wide = heads.box(rows), given.q.element_type.width // 8
+    q_box, o_box = in_copies(queries, box, tiling.d), in_copies(queries, box, tiling.output_columns)
+    tma_q, tQ = cpasync.make_tiled_tma_atom(load, host.q, tile_layout(rows, tiling.d, element_bytes=wide), q_box)
+    (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
+    k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
+    tma_k, tK = cpasync.make_tiled_tma_atom(load, host.k, key_layout(*k_box), in_copies(keys, *k_box))
+    tma_v, tV = cpasync.make_tiled_tma_atom(load, host.v, key_layout(*v_box), in_copies(keys, *v_box))
+    tma_o = None
+    if plan.direct_store:
+        tO = plain_output(plan, given)
+    else:
+        in_segments = plan.has_segments  # of one head
+        mO = queries.for_stores(given.out, rows) if in_segments else heads.view(queries.for_copies(given.out))
+        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
+    return ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(tQ, tK, tV, tO)
+
+
+def plain_output(plan: ForwardPlan, given: ForwardArguments) -> cute.Tensor:
+    """The output's rows as threads see them that store them from registers."""
+    if plan.is_split or plan.layout.q == "dense":
+        return given.out
+    return permuted(given.out, 1, 0, 2)
+
+
+def launched(
+    plan: ForwardPlan, given: ForwardArguments, heads: HeadRows, operands: Callable[[HostRows], Operands]
+) -> Launched:
+    """On the host: how operands come and leave, and the order of the work."""
     tiling = plan.tiling
     queries, keys = rows_of(plan.layout, given.q, given.k, given.sequences)
     # a tile is the first two modes
@@ -75,23 +124,8 @@ def launched(
     else:
         entries, q_rows, kv_rows = given.q.shape[0] * plan.strips.count, queries.length, keys.length
     mQ = heads.view(mQ)
-    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    box, wide = heads.box(rows), given.q.element_type.width // 8
-    q_box, o_box = in_copies(queries, box, tiling.d), in_copies(queries, box, tiling.output_columns)
-    tma_q, tQ = cpasync.make_tiled_tma_atom(load, mQ, tile_layout(rows, tiling.d, element_bytes=wide), q_box)
-    (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
-    k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, mK, key_layout(*k_box), in_copies(keys, *k_box))
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, mV, key_layout(*v_box), in_copies(keys, *v_box))
-    tma_o, splits = None, None
-    if plan.is_split:
-        tO, splits = given.out, Int32(given.out.shape[0])
-    elif plan.direct_store:
-        tO = given.out if plan.layout.q == "dense" else permuted(given.out, 1, 0, 2)
-    else:
-        in_segments = plan.has_segments  # of one head
-        mO = queries.for_stores(given.out, rows) if in_segments else heads.view(queries.for_copies(given.out))
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
+    tmas, tensors = operands(HostRows(queries, keys, mQ, mK, mV))
+    splits = Int32(given.out.shape[0]) if plan.is_split else None
     row_bits = tiling.d * given.k.element_type.width + tiling.dv * given.v.element_type.width
     kv_bytes = Int64(kv_rows) * (row_bits // 8)
     sections = Sections(kv_bytes, tiling.l2, tiling.heads_together)
@@ -102,7 +136,6 @@ def launched(
         tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
         kind = EqualStreamK if tiling.scheduler is Scheduler.STREAM_K else StreamK
         shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
-    tmas, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(tQ, tK, tV, tO)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)
 
 

@@ -131,10 +131,8 @@ class RowConsume(Role):
     @cute.jit
     def walk(self, rows, tiles, k_slot, v_slot):
         """All of the tiles but the last one's product with V."""
-        me = self.me
         rows.first_scores(tiles, k_slot)
-        if const_expr(self.plan.layout.kv == "paged"):
-            me.clear_values(tiles.first, rows.work.keys.length, v_slot)
+        self.clear_values(rows, tiles, v_slot)
         k_slot = k_slot.next()
         if const_expr(rows.loops(tiles) <= LOOPS):
             for tile_range in tiles.tile_ranges():
@@ -145,6 +143,11 @@ class RowConsume(Role):
                 k_slot, v_slot = rows.go_over(tested[n], k_slot, v_slot)
                 k_slot, v_slot = rows.go_over(free[n], k_slot, v_slot)
         return k_slot, v_slot
+
+    def clear_values(self, rows, tiles, v_slot) -> None:
+        """V of the first tile, beyond the last key, where copies bring what lies there."""
+        if self.plan.layout.kv == "paged":
+            self.me.clear_values(tiles.first, rows.work.keys.length, v_slot)
 
 
 class ConsumeApart(RowConsume):
