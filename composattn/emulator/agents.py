@@ -26,7 +26,8 @@ class Agents:
         groups = (self.warps_per_block + 3) // 4 * len(self.ranks)
         self.grid_agent = 2 * warps + groups  # known by who waited for the kernels before, at clock 1
         self.tensor_agent = self.grid_agent + 1  # three a warp: its multiplies, its loads, its stores
-        self._next_agent = self.tensor_agent + 3 * warps
+        self.copy_agent = self.tensor_agent + 3 * warps  # one a warp: its cp.async
+        self._next_agent = self.copy_agent + warps
         self.agents = self._next_agent + MAX_BARRIERS
         clocks = np.zeros((warps, Knowledge.ROWS, self.agents), np.int32)
         self.knowledge = [Knowledge(mine) for mine in clocks]

@@ -70,6 +70,7 @@ class ThreadBlock:
         self.bulk = [BulkStores(base + self.first_agent + w) for w in range(self.warps)]
         first = cluster.tensor_agent + 3 * self.first_agent
         self.tensor_units = [TensorUnits(first + 3 * w) for w in range(self.warps)]
+        self.async_copies = [Groups(cluster.copy_agent + self.first_agent + w) for w in range(self.warps)]
         self.pair_steps: list[str] = []  # what it has come to that its peer must do as well
         self.rendezvous: dict[int, dict[int, tuple[Any, Any]]] = {}  # gangs of a warpgroup, and where they stand
         self.pair: list[ThreadBlock] = []  # the two blocks that multiply together, the even rank first

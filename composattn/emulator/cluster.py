@@ -67,6 +67,9 @@ class Cluster(Agents):
             for w, bulk in enumerate(block.bulk):
                 if bulk.agent == agent:
                     return f"a bulk store of warp {w} of block {block.index}"
+            for w, copies in enumerate(block.async_copies):
+                if copies.agent == agent:
+                    return f"a cp.async of warp {w} of block {block.index}"
             for bar in block.mbarriers.values():
                 if bar.agent == agent:
                     return f"a copy that completes on mbarrier {bar.name} of block {block.index}"

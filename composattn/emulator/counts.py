@@ -14,7 +14,8 @@ from composattn.emulator.ptx import Instr
 
 # The pipe of an instruction that is not arithmetic, by how its name begins.
 _PIPES = (
-    ("wgmma", "matrix"), ("tcgen05.mma", "matrix"), ("tcgen05.ld", "tensor"), ("tcgen05.st", "tensor"),
+    ("wgmma", "matrix"), ("mma.", "matrix"), ("ldmatrix", "memory"),
+    ("tcgen05.mma", "matrix"), ("tcgen05.ld", "tensor"), ("tcgen05.st", "tensor"),
     ("tcgen05", "barrier"), ("cp.", "copy"), ("ld", "memory"), ("st", "memory"), ("atom", "memory"), ("red.", "memory"),
     ("mbarrier", "barrier"), ("bar", "barrier"), ("fence", "barrier"), ("shfl", "lanes"), ("vote", "lanes"),
     ("elect", "lanes"), ("bra", "branch"), ("ret", "branch"), ("exit", "branch"), ("redux", "lanes"),

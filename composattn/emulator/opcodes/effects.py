@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from composattn.emulator.opcodes import (  # noqa: F401  (they fill the tables)
     access,
+    async_copies,
     bulk,
     cancel,
     lanes,
@@ -11,6 +12,7 @@ from composattn.emulator.opcodes import (  # noqa: F401  (they fill the tables)
     synchronise,
     tensor_access,
     tensor_mma,
+    warp_matrix,
 )
 from composattn.emulator.opcodes.registry import EFFECTS, SYNCS, Maker, find
 from composattn.emulator.ptx import Instr

@@ -38,6 +38,15 @@ ld.param.u64 %d2, [p1];
 @%p2 cp.async.bulk.commit_group;
 """
 
+COPY = """
+ld.param.u64 %d1, [p0]; shl.b32 %r7, %r0, 4; add.u32 %r8, %r4, %r7; cvt.u64.u32 %d3, %r7; add.u64 %d4, %d1, %d3;
+cp.async.cg.shared.global [%r8], [%d4], 16, {size};
+"""
+"""16 bytes a thread, of which so many are read."""
+COMMIT = "cp.async.commit_group;"
+WAIT_FOR = "cp.async.wait_group {still};"
+READ_COPIED = "ld.shared.b32 %r6, [%r8];"
+
 READ = "ld.shared.b32 %r6, [%r5];"
 WRITE = "st.shared.b32 [%r5], %r0;"
 
@@ -182,6 +191,38 @@ CASES: dict[str, tuple[str, Any]] = {
     "a flag that nobody sets": (
         "ld.param.u64 %d1, [p0]; W: ld.acquire.gpu.global.b32 %r6, [%d1]; setp.ne.u32 %p9, %r6, 12345; @%p9 bra W;",
         findings.Livelock),
+    "a group of a lane's copies that is waited for": (
+        COPY.format(size=16) + COMMIT + WAIT_FOR.format(still=0) + READ_COPIED, None),
+    "all of a lane's copies waited for with no group": (
+        COPY.format(size=16) + "cp.async.wait_all;" + READ_COPIED, None),
+    "a lane's copy that is read while in flight": (COPY.format(size=16) + COMMIT + READ_COPIED, UNORDERED),
+    "a lane's copy in a group that may still be on its way": (
+        COPY.format(size=16) + COMMIT + WAIT_FOR.format(still=1) + READ_COPIED, UNORDERED),
+    "a lane's copy that belongs to no group when it is waited for": (
+        COPY.format(size=16) + WAIT_FOR.format(still=0) + READ_COPIED, UNORDERED),
+    "an older group of copies, with a younger one on its way": (
+        COPY.format(size=16) + COMMIT + COPY.format(size=16).replace("[%r8],", "[%r8+2048],") + COMMIT
+        + WAIT_FOR.format(still=1) + READ_COPIED, None),
+    "copies of other warps behind a barrier": (
+        COPY.format(size=16) + COMMIT + WAIT_FOR.format(still=0) + "bar.sync 0; ld.shared.b32 %r6, [smem];", None),
+    "copies of other warps with no barrier": (
+        COPY.format(size=16) + COMMIT + WAIT_FOR.format(still=0) + "xor.b32 %r9, %r8, 512; ld.shared.b32 %r6, [%r9];",
+        UNORDERED),
+    "copies of other warps behind a barrier that comes before they are waited for": (
+        COPY.format(size=16) + COMMIT + "bar.sync 0;" + WAIT_FOR.format(still=0)
+        + "xor.b32 %r9, %r8, 512; ld.shared.b32 %r6, [%r9];", UNORDERED),
+    "a lane's copy over what another warp reads": (
+        WRITE + "bar.sync 0; xor.b32 %r9, %r5, 128; ld.shared.b32 %r6, [%r9];" + COPY.format(size=16),
+        findings.SharedRace),
+    "a second copy over one that is on its way": (
+        COPY.format(size=16) + COMMIT + COPY.format(size=16), findings.SharedRace),
+    "a lane's copy behind the end of its tensor": (
+        COPY.format(size=16).replace("[%d4]", "[%d4+1048576]"), findings.OutOfBounds),
+    "a lane's copy of nothing from nowhere": (
+        COPY.format(size=0).replace("[%d4]", "[%d4+1048576]") + COMMIT + WAIT_FOR.format(still=0) + READ_COPIED, None),
+    "a lane's copy from a misaligned address": (COPY.format(size=16).replace("[%d4]", "[%d4+8]"), findings.Misaligned),
+    "a group that some lanes of a warp make": (
+        COPY.format(size=16) + "@%p2 " + COMMIT, findings.CollectiveMismatch),
     "registers asked for in no multiple of 8": ("setmaxnreg.dec.sync.aligned.u32 41;", None),
 }  # fmt: skip
 BAD_FORMS = ["registers asked for in no multiple of 8"]
