@@ -31,6 +31,7 @@ ROOMS = {
     "backends/fused": "backends/fused",
     "backends/hopper": "backends/hopper",
     "backends/blackwell": "backends/blackwell",
+    "backends/warp": "backends/warp",
     "backends, by name": "backends",
     "dispatch": "dispatch",
     "parallel": "parallel",
@@ -40,7 +41,7 @@ ROOMS = {
 }
 """From the ground up, each room with its folders and files: a room imports from rooms before it alone."""
 
-ARCHITECTURES = ("hopper", "blackwell")
+ARCHITECTURES = ("hopper", "blackwell", "warp")
 """Modules named after one of them are what another architecture writes anew."""
 
 VERSION_0_1_0 = {

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,12 +22,18 @@ from composattn.testing import Case
 
 @functools.cache
 def gpu_backend() -> str:
-    """Whose generated kernels run on the GPU that is there; "" where there is none that runs any."""
-    from composattn.backends import default_for
+    """Whose generated kernels run on the GPU that is there; "" where there is none that runs any.
+
+    COMPOSATTN_TEST_BACKEND names other ones than its own, as "warp" on a Hopper GPU.
+    """
+    from composattn.backends import BACKENDS, default_for
     from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 
-    found = default_for(torch.device("cuda")) if torch.cuda.is_available() else ""
-    return found if found in ARCHITECTURES else ""
+    if not torch.cuda.is_available():
+        return ""
+    here = torch.device("cuda")
+    found = os.environ.get("COMPOSATTN_TEST_BACKEND") or default_for(here)
+    return found if found in ARCHITECTURES and BACKENDS[found].unavailable(here) is None else ""
 
 
 def has_gpu_backend() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import warnings
@@ -16,11 +17,12 @@ from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
 from ..call.quantized import Multiplies
 from ..mods.values import Values
-from . import blackwell, hopper, reference, streaming
+from . import blackwell, hopper, reference, streaming, warp
 from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
-from .fused.tiles.target import TARGETS, Target
+from .fused.tiles.target import TARGETS
+from .served import where_served
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
     def on_gpu(device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"q lies on {device}, the kernels run on a {chip} GPU"
-        if default_for(device) != name:
+        picked = default_for(device)
+        if picked != name and (architecture.elsewhere is None or picked not in ARCHITECTURES):
             major, minor = torch.cuda.get_device_capability(device)
             return f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, no {chip} GPU has"
         return _without_compiler()
@@ -66,7 +69,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return _without_compiler()
 
     def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
-        return prepared(FusedCall, problem, program, scale, Target.of(problem.device))
+        return prepared(FusedCall, problem, program, scale, architecture.target_on(problem.device))
 
     def elsewhere(problem: Problem, program: Program, scale: float) -> PreparedCall:
         return prepared(FusedCall, problem, program, scale, architecture.target)
@@ -82,7 +85,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
     )
 
 
-ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE, blackwell.ARCHITECTURE)}
+ARCHITECTURES |= {a.name: a for a in (hopper.ARCHITECTURE, blackwell.ARCHITECTURE, warp.ARCHITECTURE)}
 
 BACKENDS = {
     backend.name: backend
@@ -101,7 +104,9 @@ def check_name(name: str | None) -> None:
 
 
 def choose(name: str | None, problem: Problem) -> Backend:
-    """The backend of that name; for None the generated kernels on Hopper and Blackwell, streaming elsewhere.
+    """The backend of that name; for None the generated kernels on GPUs that have some, streaming elsewhere.
+
+    Where these have no backward, None means streaming for calls that autograd records, and for what they refuse.
 
     Warns: `NeverRanOnDevice`, where None picks kernels that nobody saw run.
     Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call), `InvalidSchedule`.
@@ -115,6 +120,8 @@ def choose(name: str | None, problem: Problem) -> Backend:
         )
     if name is None:
         _say_if_never_run(backend.name)
+        if backend.name in ARCHITECTURES and not ARCHITECTURES[backend.name].max_gradient_dim:
+            backend = dataclasses.replace(backend, prepare=where_served(backend.prepare))
     why = backend.unavailable(problem.device)
     if why is not None:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]

@@ -128,8 +128,17 @@ def first_call_compiles_nothing(
     return set(ahead.values())
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("arch", GPU_OF)
+# of the GPUs that share kernels by day one, and no gradients, which it has not
+FORWARDS = [name for name in CALLS if name != "gradient"]
+AHEAD = [(name, target.arch) for target in TARGETS.values() if target.backend != "warp" for name in CALLS]
+AHEAD += [("out-alone", "sm_86"), ("paged", "sm_86")]
+AT_NIGHT = [(name, t.arch) for t in TARGETS.values() if t.backend == "warp" for name in FORWARDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [*AHEAD, *(pytest.param(*each, marks=pytest.mark.slow) for each in AT_NIGHT if each not in AHEAD)],
+)
 def test_the_first_call_on_a_device_loads_what_was_compiled_ahead(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arch: str
 ) -> None:
@@ -185,7 +194,7 @@ def test_the_compiler_that_counts_is_the_newest_that_the_driver_knows(
         (["--page-size", "48"], "UnsupportedPageSize"),
         (["--seqused"], "InvalidCommandLine: --seqused says how many rows"),
         (["--split-kv", "1000"], "InvalidSchedule: split_kv is 1000"),
-        (["--backend", "streaming"], "is PyTorch and has no kernels to compile; take one of hopper, blackwell"),
+        (["--backend", "streaming"], "is PyTorch and has no kernels to compile; take one of hopper, blackwell, warp"),
         (["--out", "/proc/none"], "InvalidCommandLine: --out /proc/none can't be a cache folder: it can't be made"),
         (["--score", "alibi(torch.rand(3))"], "CapturedIndexOutOfRange"),
     ],

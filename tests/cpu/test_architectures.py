@@ -38,7 +38,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tupl
 
 @pytest.mark.parametrize(
     ("gpu", "name"),
-    [((9, 0), "hopper"), ((10, 0), "blackwell"), ((10, 3), "blackwell"), ((8, 0), "streaming"), ((12, 0), "streaming")],
+    [
+        ((9, 0), "hopper"),
+        ((10, 0), "blackwell"),
+        ((10, 3), "blackwell"),
+        ((8, 0), "warp"),
+        ((12, 0), "warp"),
+        ((7, 5), "streaming"),
+    ],
     indirect=["gpu"],
 )
 def test_a_gpu_gets_the_backend_of_its_capability(gpu: tuple[int, int], name: str) -> None:
@@ -65,7 +72,7 @@ def test_kernels_that_never_ran_are_picked_with_one_warning_a_process(
     backends._say_if_never_run.cache_clear()
 
 
-@pytest.mark.parametrize("gpu", [(9, 0), (10, 0), (8, 0)], indirect=True)
+@pytest.mark.parametrize("gpu", [(9, 0), (10, 0), (8, 0), (7, 5)], indirect=True)
 def test_who_names_a_backend_or_gets_one_that_ran_is_not_warned(
     gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +83,7 @@ def test_who_names_a_backend_or_gets_one_that_ran_is_not_warned(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert backends.choose(name, problem).name == name
-        if gpu != (10, 0):
+        if gpu in ((9, 0), (7, 5)):
             assert picked(GPU) == name
 
 
@@ -85,10 +92,27 @@ def test_a_target_has_the_size_of_the_gpu_that_is_there(gpu: tuple[int, int]) ->
     assert Target.of(GPU) == dataclasses.replace(HOPPER, sms=7)
 
 
-@pytest.mark.parametrize("gpu", [(8, 0), (10, 1)], indirect=True)
+@pytest.mark.parametrize("gpu", [(7, 5), (10, 1)], indirect=True)
 def test_a_gpu_that_no_machine_code_is_made_for_is_refused_with_those_that_are(gpu: tuple[int, int]) -> None:
     with pytest.raises(errors.BackendUnavailable, match=r"9\.0 \(sm_90a\), 10\.0 \(sm_100a\), 10\.3 \(sm_103a\)"):
         Target.of(GPU)
+
+
+@pytest.mark.parametrize("gpu", [(9, 0), (10, 0)], indirect=True)
+def test_kernels_of_warps_run_on_newer_gpus_if_they_are_asked_for(
+    gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert backends.BACKENDS["warp"].unavailable(GPU) is None
+    target = ARCHITECTURES["warp"].target_on(GPU)
+    assert (target.backend, target.arch, target.sms) == ("warp", TARGETS[gpu].arch, 7)
+    assert target.shared_memory == TARGETS[8, 0].shared_memory
+
+
+@pytest.mark.parametrize("gpu", [(7, 5)], indirect=True)
+def test_kernels_of_warps_do_not_run_on_older_gpus(gpu: tuple[int, int]) -> None:
+    why = backends.BACKENDS["warp"].unavailable(GPU)
+    assert why is not None and "a GPU has compute capability 7.5" in why
 
 
 @pytest.mark.parametrize("gpu", [(10, 0)], indirect=True)

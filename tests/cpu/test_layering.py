@@ -45,6 +45,7 @@ OF_ONE_ARCHITECTURE = re.compile(
 BELOW_THE_SEAM = (
     "composattn.backends.hopper",
     "composattn.backends.blackwell",
+    "composattn.backends.warp",
     "composattn.backends.fused.tiles.target",  # facts of each GPU
     "composattn.emulator",  # runs what was generated for a target, by the names in its PTX
 )
@@ -80,7 +81,7 @@ def says_what_it_owns(file: File) -> list[str]:
     )
 
 
-ARCHITECTURES = ("composattn.backends.hopper", "composattn.backends.blackwell")
+ARCHITECTURES = ("composattn.backends.hopper", "composattn.backends.blackwell", "composattn.backends.warp")
 EXPRESSIONS = ("composattn.graph", "composattn.analysis")
 KERNEL_LANGUAGE = ("cutlass", "triton", "cuda")
 
@@ -109,6 +110,14 @@ RULES: dict[str, tuple[Rule, File]] = {
     "hopper_never_imports_blackwell": (
         never_imports("composattn.backends.hopper", "composattn.backends.blackwell"),
         File("composattn.backends.hopper.forward", "from ..blackwell.forward import Forward"),
+    ),
+    "warp_never_imports_hopper": (
+        never_imports("composattn.backends.warp", "composattn.backends.hopper"),
+        File("composattn.backends.warp.forward", "from ..hopper.wgmma import fragment_shape"),
+    ),
+    "warp_never_imports_blackwell": (
+        never_imports("composattn.backends.warp", "composattn.backends.blackwell"),
+        File("composattn.backends.warp.forward", "import composattn.backends.blackwell.forward"),
     ),
     "blackwell_never_imports_hopper": (
         never_imports("composattn.backends.blackwell", "composattn.backends.hopper"),

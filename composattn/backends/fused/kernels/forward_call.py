@@ -61,15 +61,15 @@ def _numbers(order: TileScheduler, splits: Any, shares: Any) -> Any:
 class HostRows(NamedTuple):
     """On the host: where rows of queries and keys lie, and the tensors with a row and its columns as first modes."""
 
-    queries: Rows
-    keys: Rows
+    queries: Any
+    keys: Any
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
 
 
 Operands = tuple[ForwardOperands, ForwardOperands]
-"""Bulk copies of the tensors that come and go by such, and the tensors as these copies, or the kernel's threads, see them."""
+"""Bulk copies of what comes and goes by such, and the tensors as these copies, or the kernel's threads, see them."""
 
 
 def bulk_operands(

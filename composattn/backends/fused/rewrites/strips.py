@@ -105,6 +105,8 @@ def _without_a_tiling(posed: Posed) -> str:
     problem, program, target = posed.problem, posed.program, posed.target
     architecture, strips = architecture_of(target), problem.layout.strips
     assert strips is not None
+    if not architecture.copies_boxes:
+        return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
         whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)

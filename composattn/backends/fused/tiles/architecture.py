@@ -60,7 +60,9 @@ class Architecture:
     dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
     step that a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or
     what they are multiplied by, have no kernel; "" where there is one. `multiplies_eight_bits`: whether products of a
-    call are of 8-bit numbers; else 8-bit queries are widened before.
+    call are of 8-bit numbers; else 8-bit queries are widened before. `copies_boxes`: copies bring boxes of an image's
+    columns and rows. `elsewhere`: as which GPU its kernels are planned where they are built for those of another
+    architecture, for tests and timings; None: they are not.
     """
 
     name: str
@@ -78,6 +80,8 @@ class Architecture:
     backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
     multiplies_eight_bits: Callable[[Problem, Values | None], bool] = _never
+    copies_boxes: bool = True
+    elsewhere: Target | None = None
 
     def check(self, problem: Problem, program: Program) -> None:
         """Refuses, before compiling, what the kernels can't do."""
@@ -116,6 +120,16 @@ class Architecture:
                     "view when it is read; capture tensor.resolve_neg()"
                 )
 
+    def target_on(self, device: torch.device) -> Target:
+        """The target of a CUDA device; of another architecture's, that of `elsewhere` with the device's machine code.
+
+        Raises `BackendUnavailable` where no kernel is generated for it.
+        """
+        found = Target.of(device)
+        if found.backend == self.name or self.elsewhere is None:
+            return found
+        return dataclasses.replace(self.elsewhere, gpu=found.gpu, arch=found.arch, sms=found.sms)
+
     def has_gradient(self, problem: Problem) -> bool:
         return problem.narrow is None and max(problem.head_dim, problem.head_dim_v) <= self.max_gradient_dim
 
@@ -126,6 +140,11 @@ class Architecture:
                 f'backend="{self.name}" has no gradients beside keys and values of 8 bits; pass '
                 "ca.Quantized(k, k_scale).dequantised(q.dtype), exact where scales are powers of two, and v likewise, "
                 'or use backend="streaming"'
+            )
+        if not self.max_gradient_dim:
+            raise GradientUnsupported(
+                f'backend="{self.name}" has no backward yet; use backend="streaming" for gradients, or call it under '
+                "torch.no_grad()"
             )
         if not self.has_gradient(problem):
             raise GradientUnsupported(

@@ -69,8 +69,27 @@ BLACKWELL = Target(
     matrix_per_clock=8192,
 )  # fmt: skip
 
+# Shared memory by the table "technical specifications per compute capability" of the CUDA C++ Programming Guide; rates
+# of products with fp32 sums by the data sheets' dense numbers, SMs and clocks
+AMPERE = Target(
+    "A100", "warp", "sm_80", sms=108, shared_memory=163 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=2048, fma_per_clock=64, memory_rate=2039,
+)  # fmt: skip
+ADA = Target(
+    "RTX 4090", "warp", "sm_89", sms=128, shared_memory=99 * 1024, registers=65536, exp2_per_clock=16,
+    matrix_per_clock=512, memory_rate=1008,
+)  # fmt: skip
+
 TARGETS = {
+    (8, 0): AMPERE,
+    (8, 6): dataclasses.replace(ADA, gpu="RTX 3090", arch="sm_86", sms=82, memory_rate=936),
+    (8, 7): dataclasses.replace(
+        AMPERE, gpu="Jetson AGX Orin", arch="sm_87", sms=16, fma_per_clock=128, memory_rate=204
+    ),
+    (8, 9): ADA,
     (9, 0): HOPPER,
     (10, 0): BLACKWELL,
     (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32, maximum_by_load=True),
+    (12, 0): dataclasses.replace(ADA, gpu="RTX 5090", arch="sm_120a", sms=170, memory_rate=1792),
+    (12, 1): dataclasses.replace(ADA, gpu="GB10", arch="sm_121a", sms=48, memory_rate=273),
 }

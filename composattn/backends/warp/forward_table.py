@@ -1,0 +1,104 @@
+"""Tiles of the forward by head dimension and mods: a table, of which the first row that fits is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.planning.call_class import MaskKind, ModsKind, mask_of, mods_of
+from ..fused.planning.plan import interval_shape
+from ..fused.planning.tables import Table, all_of, table
+from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import slots
+from ..fused.tiles.traits import padded, queries
+from .tiling import WarpTiling
+
+FEW = 64  # rows of the smallest tile
+RESERVED = 1024  # bytes of shared memory that each block takes beside its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Tiles of so many rows and keys; each warp has `warp_rows`, an SM so many `blocks`."""
+
+    rows: int
+    keys: int
+    warp_rows: int
+    stages: int = 1
+    blocks: int = 1
+    resident: bool = False
+
+    def __str__(self) -> str:
+        stays = ", Q in registers" if self.resident else ""
+        return (
+            f"{self.rows}x{self.keys}, {self.rows // self.warp_rows} warps of {self.warp_rows} rows, "
+            f"{self.stages} stages, {self.blocks} blocks{stays}"
+        )
+
+
+class Facts(NamedTuple):
+    """What rows of the table ask for.
+
+    `widest` of D and Dv on chip; `few`: queries' rows do not fill more than the smallest tile; `light`: what mods need
+    beside scores leaves registers for 64 keys of 32 rows a warp.
+    """
+
+    widest: int
+    few: bool
+    light: bool
+
+
+FILE = Path(__file__).with_name("tables.json")
+SHAPES: Table[Shape] = table(FILE, "forward", lambda says: Shape(**says))
+
+
+def forward_tiling(problem: Problem, program: Program, target: Target) -> WarpTiling:
+    """Tiles of the forward kernel: the first row of the table that is of such calls and fits in shared memory."""
+    heads = packed_heads(problem, program, FEW)
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    few = queries(problem) * slots(heads) <= FEW
+    if problem.schedule.batch_invariant:  # the keys of a tile may not depend on how many queries there are
+        few = False
+    facts = Facts(max(d, dv), few, is_light(program))
+    tilings = (shaped(shape, d, dv, heads, problem) for shape in all_of(SHAPES, facts))
+    return next(tiling for tiling in tilings if fits(tiling, target))
+
+
+def is_light(program: Program) -> bool:
+    """Whether mods keep little in registers: no number of rows but where their keys end."""
+    from_the_first = all(not interval_shape(interval).left for interval in program.intervals)
+    of_scores = mods_of(program) in (ModsKind.PLAIN, ModsKind.OF_SCORE)
+    return of_scores and from_the_first and mask_of(program) in (MaskKind.NONE, MaskKind.BOUNDS)
+
+
+def forward_words(problem: Problem, program: Program, target: Target) -> str:
+    """Which row of the table a call's tiling is from, for people to read."""
+    return f"{mods_of(program).value}, the first of the tiles that fit; not measured on {target.gpu}"
+
+
+def fits(tiling: WarpTiling, target: Target) -> bool:
+    """Whether an SM holds as many blocks as the tiling wants, each with what it reserves."""
+    each = tiling.shared_memory(element_bytes=2) + RESERVED
+    return tiling.blocks * each <= target.shared_memory + RESERVED
+
+
+def shaped(shape: Shape, d: int, dv: int, heads: int, problem: Problem) -> WarpTiling:
+    """The tiling of a shape, for D and Dv on chip and so many packed heads."""
+    return WarpTiling(
+        tile_m=shape.rows,
+        tile_n=shape.keys,
+        d=d,
+        dv=dv,
+        warp_rows=shape.warp_rows,
+        stages=shape.stages,
+        blocks=shape.blocks,
+        resident=shape.resident,
+        packed_heads=heads,
+        heads_together=problem.schedule.heads_together,
+        scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
+    )

@@ -1,0 +1,68 @@
+"""Blocks of 16 x 16 numbers of a swizzled tile to registers, as operands of a warp's products (ldmatrix).
+
+A lane asks for a row of one of the four 8 x 8 matrices of a block. Its address is computed once for a tile: blocks
+below each other are a constant apart, and those beside each other differ in the bits that the swizzle changes, by a
+constant too. Left to the layouts of the kernel language, every block has an address of its own, which waits in a
+register (D 128, 64 keys, two products of 16 rows a warp: 123 spilled, with one address 50).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .swizzled_tiles import at_column, swizzled
+from .values import Fixed
+
+SIDE = 16  # of a block
+
+
+class Operand(enum.Enum):
+    """What a block is to a product, and in which order it wants the four matrices.
+
+    The fields: whether the second one lies below the first or beside it, and whether they are turned.
+    """
+
+    LEFT = True, False  # rows by what is summed
+    RIGHT_ROWS = False, False  # its rows are the product's columns, as keys are
+    RIGHT_COLUMNS = True, True  # its columns are, as those of values are
+
+    @property
+    def goes_down(self) -> bool:
+        return self.value[0]
+
+    @property
+    def is_turned(self) -> bool:
+        return self.value[1]
+
+
+class MatrixTile(Fixed):
+    """A tile of `rows` by `columns` from `start` on, a multiple of 1,024, of 16-bit numbers, as such operands."""
+
+    def __init__(self, start: Any, rows: int, columns: int, operand: Operand) -> None:
+        lane = cute.arch.lane_idx()
+        near, far = lane % 8 + lane // 8 % 2 * 8, lane // 16 * 8
+        row, column = near, far
+        if not operand.goes_down:
+            row, column = lane % 8 + far, lane // 8 % 2 * 8
+        self.rows, self.wide = rows, swizzled(columns)
+        self.place = start + at_column(row, column, rows, columns)
+        self.turned = ".trans" if operand.is_turned else ""
+
+    def load(self, registers: cute.Tensor, first: int, down: int, beside: int, before: Any = 0) -> None:
+        """Block (`down`, `beside`) to four words of `registers` from `first` on; `before`: bytes before the tile."""
+        across = self.wide // SIDE
+        block, column = divmod(beside, across)
+        address = self.place if column == 0 else self.place ^ (column * SIDE * 2)
+        apart = (down * SIDE + block * self.rows) * self.wide * 2
+        words = cute.arch.inline_ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4{self.turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+            f"[{{$r0}} + {apart}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address + before],
+        )
+        for i, word in enumerate(words):
+            registers[first + i] = word

@@ -1,0 +1,203 @@
+"""The forward of warps, emulated in three modes: right by fp64, and the same bits in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+import composattn as ca
+from composattn import backends, errors
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
+from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
+from composattn.backends.served import where_served
+from composattn.backends.warp.forward_table import SHAPES, Shape, fits, shaped
+from composattn.call.inputs import Asked, Inputs
+from composattn.call.problem import Problem
+from composattn.emulator.mode import EAGER, LATE, random_mode
+from composattn.mods.masks import causal, document, sliding_window
+from composattn.mods.scores import alibi, softcap
+from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case
+from tests.support import outlier_normal
+
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+MODES = (EAGER, LATE, random_mode(1))
+BIAS, DOCUMENTS, PAIRS = torch.randn(2, 333), torch.arange(333) // 90, torch.randn(333, 333)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask_mod": causal()},
+    "window, ALiBi, soft cap": {"score_mod": alibi(2) >> softcap(30.0), "mask_mod": causal() & sliding_window(100)},
+    "captured": {"score_mod": lambda s, b, h, q, kv: s + BIAS[h, kv]},
+    "pairs": {"score_mod": lambda s, b, h, q, kv: s + PAIRS[q, kv]},
+    "documents": {"mask_mod": document(DOCUMENTS) & causal()},
+    "listed": {"mask_mod": lambda b, h, q, kv: DOCUMENTS[q] == DOCUMENTS[kv]},
+    "sinks": {"mask_mod": causal(), "sinks": torch.tensor([0.5, -1.0])},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 7},
+}
+SIZES = {
+    "64": (333, 64, 64), "128": (200, 128, 128), "256": (200, 256, 256), "192/128": (200, 192, 128),
+    "72/40": (100, 72, 40),
+}  # fmt: skip
+DEFAULT = {("plain", "72/40"), ("causal", "128"), ("window, ALiBi, soft cap", "72/40")}
+ALL = [
+    pytest.param(mods, size, marks=[] if (mods, size) in DEFAULT else [pytest.mark.slow])
+    for mods in CASES
+    for size in SIZES
+]
+
+
+@pytest.mark.parametrize(("mods", "size"), ALL)
+def test_all_modes_give_the_same_right_numbers(mods: str, size: str, generator: torch.Generator) -> None:
+    length, d, dv = SIZES[size]
+    dtype = torch.float16 if size == "72/40" else torch.bfloat16
+    draw = functools.partial(outlier_normal, generator=generator, dtype=dtype)
+    q, k, v = draw(1, 2, length, d), draw(1, 1, length, d), draw(1, 1, length, dv)
+    results = []
+    for mode in MODES:
+        with emulating(mode):
+            results.append(ca.attention(q, k, v, **CASES[mods], backend="warp-emulated", return_lse=True))
+    out, lse = results[0]
+    assert_attention_close({"out": out, "lse": lse}, q, k, v, **CASES[mods])
+    for other, its_lse in results:
+        assert torch.equal(other, out) and torch.equal(its_lse, lse)
+
+
+LAYOUTS: dict[str, Callable[[], Case]] = {
+    "packed": lambda: make_varlen_case(
+        0, [150, 0, 300, 37], [150, 20, 300, 5], heads=4, kv_heads=2, mask_mod=causal(), **BF16
+    ),
+    "packed, few queries": lambda: make_varlen_case(0, [15, 0, 30, 37], heads=8, kv_heads=2, **BF16),
+    "pages": lambda: make_paged_case(0, [300, 0, 37], page_size=64, q_len=5, heads=4, kv_heads=2, **BF16),
+    "small pages": lambda: make_paged_case(1, [150, 17], page_size=16, q_len=70, mask_mod=causal(), **BF16),
+    "parts": lambda: make_case(0, heads=4, kv_heads=1, q_len=3, kv_len=700, **BF16),
+    "three heads a group": lambda: make_case(0, heads=6, kv_heads=2, q_len=11, kv_len=130, **BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "lies", [pytest.param(name, marks=[] if name == "small pages" else [pytest.mark.slow]) for name in LAYOUTS]
+)
+def test_sequences_lie_as_they_like(lies: str) -> None:
+    case = LAYOUTS[lies]()
+    schedule = ca.Schedule(split_kv=3 if lies == "parts" else "auto")
+    run = functools.partial(ca.attention, backend="warp-emulated", schedule=schedule)
+    for mode in MODES:
+        with torch.no_grad(), emulating(mode):
+            check(run, dataclasses.replace(case, dout=None, dlse=None))
+
+
+MORE = (Shape(64, 32, 16, stages=3), Shape(128, 32, 32, stages=2), Shape(64, 32, 16, resident=True))
+"""Tiles that the table may come to have."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [*MORE, *(row.says for row in SHAPES)], ids=str)
+def test_every_tile_gives_right_numbers(shape: Shape, generator: torch.Generator) -> None:
+    d = 32
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = draw(1, 2, 150, d), draw(1, 1, 300, d), draw(1, 1, 300, d)
+    problem = Problem.of(q, k, v)
+    plan = plan_forward(
+        problem, ca.Attention(mask_mod=causal()).program, AMPERE, tiling=shaped(shape, d, d, 1, problem)
+    )
+    for mode in MODES:
+        with emulating(mode):
+            out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
+        assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
+
+
+FEW = dataclasses.replace(AMPERE, sms=3)  # so that persistent blocks walk over several tiles each
+
+
+def test_persistent_blocks_give_the_bits_of_a_block_a_tile(generator: torch.Generator) -> None:
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = draw(1, 3, 300, 64), draw(1, 1, 300, 64), draw(1, 1, 300, 64)
+    program, found = ca.Attention(mask_mod=causal() & sliding_window(130)).program, []
+    for persistent in (False, True):
+        problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
+        plan = plan_forward(problem, program, FEW)
+        assert plan.tiling.persistent is persistent
+        for mode in MODES[:2]:
+            with emulating(mode):
+                found.append(EmulatedForward(plan)(q, k, v, 0.125, [])[:2])
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [t.arch for t in TARGETS.values() if t.backend == "warp"])
+def test_each_gpu_has_kernels_that_are_right(arch: str, generator: torch.Generator) -> None:
+    target = next(t for t in TARGETS.values() if t.arch == arch)
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    for d in (64, 128, 256):
+        q, k, v = draw(1, 2, 200, d), draw(1, 1, 200, d), draw(1, 1, 200, d)
+        plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, target)
+        out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
+        assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
+
+
+WARP = [t for t in TARGETS.values() if t.backend == "warp"]
+
+
+@pytest.mark.parametrize("target", WARP, ids=lambda t: t.arch)
+def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
+    for d in range(8, 257, 8):
+        for queries in (1, 8, 4096):
+            problem = Problem(2, 16, 4, queries, 8192, d, 264 - d, torch.bfloat16, torch.device("cpu"))
+            tiling = plan_forward(problem, ca.Attention(mask_mod=causal()).program, target).tiling
+            assert fits(tiling, target)  # type: ignore[arg-type]
+            assert tiling.shared_memory(2) <= target.shared_memory
+
+
+def test_gradients_are_refused_before_anything_is_compiled() -> None:
+    q = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(errors.GradientUnsupported, match=r"no backward yet.*streaming.*no_grad"):
+        ca.attention(q, q, q, backend="warp-emulated")
+
+
+def test_more_columns_than_256_are_refused() -> None:
+    q = torch.randn(1, 1, 8, 264, dtype=torch.bfloat16)
+    with pytest.raises(errors.UnsupportedHeadDim, match="up to 256, got 264"):
+        ca.attention(q, q, q, backend="warp-emulated")
+
+
+def test_a_row_has_the_same_bits_alone_and_among_many(generator: torch.Generator) -> None:
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = draw(1, 2, 150, 64), draw(1, 1, 150, 64), draw(1, 1, 150, 64)
+    run = functools.partial(
+        ca.attention,
+        backend="warp-emulated",
+        schedule=ca.Schedule(batch_invariant=True),
+        mask_mod=causal("bottom_right"),
+    )
+    assert torch.equal(run(q[:, :, -1:], k, v), run(q, k, v)[:, :, -1:])
+
+
+def test_what_is_served_by_default_is_generated_and_the_rest_is_pytorch() -> None:
+    """Of calls with no backend named, on GPUs whose kernels have no backward; here emulated ones stand for those."""
+    emulated = backends.BACKENDS["warp-emulated"]
+    prepare = where_served(emulated.prepare)
+    q = torch.randn(1, 1, 40, 64, dtype=torch.bfloat16)
+    program = ca.Attention(mask_mod=causal()).program
+    call = prepare(Problem.of(q, q, q), program, 0.125)
+    want = ca.attention(q, q, q, mask_mod=causal(), backend="streaming")
+    asked = Asked(False, False)
+    out, _, _ = call(Inputs(q, q, q), asked)
+    assert torch.equal(out, ca.attention(q, q, q, mask_mod=causal(), backend="warp-emulated"))
+    learned = q.clone().requires_grad_()
+    out, _, _ = call(Inputs(learned, q, q), asked)
+    assert torch.equal(out, want) and out.requires_grad
+    assert call.fast_path(Inputs(learned, q, q)) is None
+    with torch.no_grad():
+        out, _, _ = call(Inputs(learned, q, q), asked)
+    assert not out.requires_grad
+    wide = torch.randn(1, 1, 40, 264, dtype=torch.bfloat16)
+    assert type(prepare(Problem.of(wide, wide, wide), program, 0.1)).__name__ == "StreamingCall"
