@@ -1,0 +1,276 @@
+"""The forward of warps (mma.sync, cp.async), by tiling: right first, then how fast, in turns with FlashAttention-2.
+
+    python -m benchmarks.warp_tilings --dims 64,128,256 --lengths 2048,16384 --out result.json
+    python -m benchmarks.warp_tilings --chosen --lengths 512,2048,8192,32768      what calls get, and grouped heads
+    python -m benchmarks.warp_tilings --mods                                      beside compiled FlexAttention
+    python -m benchmarks.warp_tilings --dry          compiles them all, with no GPU: registers, spills, shared memory
+
+FlashAttention-2 is the one in torch (`scaled_dot_product_attention`). On a Hopper GPU the kernels are those of an A100,
+built for it: both use the same instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import composattn as ca
+from benchmarks.provenance import provenance
+from benchmarks.timing import Call, Stopwatch, interleaved
+from composattn.analysis.program import Program
+from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.running.launch import ForwardLauncher
+from composattn.backends.fused.tiles.target import AMPERE, Target
+from composattn.backends.fused.tiles.traits import padded
+from composattn.backends.warp import ARCHITECTURE
+from composattn.backends.warp.forward_table import Shape, shaped
+from composattn.call.problem import Problem
+from composattn.mods import alibi, causal, document, sliding_window, softcap
+
+TOKENS = 16384
+HEADS = {64: 32, 96: 16, 128: 16, 192: 8, 256: 8}
+ROWS_CHECKED = 256
+FLASH = "FlashAttention-2"
+CHOSEN = "chosen"
+NARROW = (
+    Shape(128, 64, 32, blocks=2), Shape(128, 32, 32, blocks=2), Shape(128, 64, 16), Shape(128, 64, 16, stages=2),
+    Shape(128, 64, 16, resident=True), Shape(64, 64, 16, blocks=2), Shape(64, 64, 16, blocks=3),
+    Shape(128, 32, 32, 2, 2),
+)  # fmt: skip
+CANDIDATES: dict[int, tuple[Shape, ...]] = {
+    64: (*NARROW, Shape(128, 128, 32, blocks=2), Shape(128, 128, 16)),
+    96: NARROW,
+    128: NARROW,
+    192: (Shape(128, 64, 16), Shape(128, 32, 16, stages=2), Shape(64, 64, 16, blocks=2), Shape(64, 32, 16, 2, 2)),
+    256: (Shape(128, 64, 16), Shape(128, 32, 16), Shape(64, 64, 16, blocks=2), Shape(64, 32, 16, blocks=2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of `TOKENS` tokens and `kv_heads`, and one of the tilings of its D; None: the one that calls get."""
+
+    dim: int
+    length: int
+    masked: bool
+    shape: Shape | None
+    group: int = 1
+
+    @property
+    def name(self) -> str:
+        return CHOSEN if self.shape is None else str(self.shape)
+
+    @property
+    def text(self) -> str:
+        of_heads = f" {self.group} heads a group" if self.group > 1 else ""
+        return f"D{self.dim} S{self.length} {'causal' if self.masked else 'full'}{of_heads}"
+
+    @property
+    def heads(self) -> int:
+        return HEADS[self.dim]
+
+    @property
+    def batch(self) -> int:
+        return max(1, TOKENS // self.length)
+
+    @property
+    def flops(self) -> float:
+        pairs = self.batch * self.heads * self.length**2 * (0.5 if self.masked else 1.0)
+        return 4 * pairs * self.dim
+
+    def plan(self, target: Target) -> ForwardPlan:
+        heads = self.heads, self.heads // self.group
+        sizes = (self.batch, *heads, self.length, self.length, self.dim, self.dim)
+        problem = Problem(*sizes, torch.bfloat16, torch.device("cuda"))
+        program = Program(None, causal().expr if self.masked else None)
+        wide = padded(self.dim)
+        tiling = None if self.shape is None else shaped(self.shape, wide, wide, 1, problem)
+        return plan_forward(problem, program, target, return_lse=False, tiling=tiling)
+
+
+def compiled(case: Case) -> str:
+    """Compiles a case where its kernel is kept; gives what it takes."""
+    try:
+        made = compile_offline(case.plan(dataclasses.replace(AMPERE, arch="sm_90a", sms=132)))
+        return f"{made.spills} spills, {made.registers} registers, {made.shared_memory} bytes"
+    except Exception as error:  # what one candidate can't, others may
+        return f"{type(error).__name__}: {str(error)[-300:]}"
+
+
+def kept(case: Case) -> str:
+    """Compiles a case for the GPU that is there, into the cache on disk."""
+    try:
+        ForwardLauncher(case.plan(ARCHITECTURE.target_on(torch.device("cuda")))).kernels()
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-300:]}"
+
+
+def drawn(case: Case) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    heads = case.heads, case.heads // case.group, case.heads // case.group
+    return tuple(torch.randn(case.batch, h, case.length, case.dim, device="cuda", dtype=torch.bfloat16) for h in heads)
+
+
+def error(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Relative root mean square error of the first and last rows of the first and last head against fp64."""
+    worst, count = 0.0, min(ROWS_CHECKED, case.length)
+    for b, h in ((0, 0), (-1, -1)):
+        for rows in (slice(0, count), slice(case.length - count, case.length)):
+            scores = q[b, h, rows].double() @ k[b, h].double().T * case.dim**-0.5
+            if case.masked:
+                at = torch.arange(case.length, device="cuda")
+                scores = scores.masked_fill(at[None] > at[rows, None], -torch.inf)
+            want = torch.softmax(scores, -1) @ v[b, h].double()
+            off = out[b, h, rows].double() - want
+            worst = max(worst, float((off.square().mean() / want.square().mean()).sqrt()))
+    return worst
+
+
+def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """A call of the kernel into memory that is there, and that memory."""
+    launcher = ForwardLauncher(case.plan(ARCHITECTURE.target_on(q.device)))
+    out = torch.full_like(q, torch.nan)
+    scale = case.dim**-0.5
+    return lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()), out
+
+
+def flash(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.masked, enable_gqa=case.group > 1
+            )
+
+    return call
+
+
+def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
+    """All tilings of one call, in turns with FlashAttention-2; what is wrong is not timed."""
+    first = group[0]
+    q, k, v = drawn(first)
+    calls: dict[str, Call] = {FLASH: flash(first, q, k, v)}
+    errors: dict[str, float] = {FLASH: error(first, calls[FLASH](), q, k, v)}  # type: ignore[arg-type]
+    for case in group:
+        try:
+            call, out = launch(case, q, k, v)
+            call()
+            torch.cuda.synchronize()
+        except Exception as failed:
+            print(f"{case.text} {case.name}: {type(failed).__name__} {str(failed)[-200:]}", flush=True)
+            continue
+        errors[case.name] = error(case, out, q, k, v)
+        if errors[case.name] < 1.2 * errors[FLASH]:
+            calls[case.name] = call
+        else:
+            print(f"{case.text} {case.name}: WRONG, relative error {errors[case.name]:.1e}", flush=True)
+    timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=30.0)
+    for name, timing in sorted(timings.items(), key=lambda item: item[1].ms):
+        ratio = timings[FLASH].ms / timing.ms
+        row = {"call": first.text, "name": name, "tflops": round(first.flops / timing.ms / 1e9, 1), "ms": timing.ms}
+        row |= {"spread": round(timing.spread, 4), "error": errors[name], "of flash": round(ratio, 3)}
+        steady = f"spread {timing.spread:.1%}, error {errors[name]:.1e}"
+        print(f"{row['call']}: {row['tflops']:4.0f} TFLOP/s, {ratio:.3f} of {FLASH}'s ({steady}): {name}", flush=True)
+        yield row
+
+
+def mods() -> dict[str, dict[str, Any]]:
+    """Masks and score mods of calls with 16 heads of 8k."""
+    with torch.device("cuda"):
+        distances = torch.randn(16, 2 * 8192) / 8
+        slopes = torch.linspace(0.01, 0.5, 16)
+        ids = torch.arange(8192) // 1024
+
+    def relative(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + distances[h, q - kv + 8192]
+
+    return {
+        "causal ALiBi": {"mask_mod": causal(), "score_mod": alibi(slopes)},
+        "causal soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
+        "window 1024": {"mask_mod": causal() & sliding_window(1024)},
+        "causal documents": {"mask_mod": causal() & document(ids)},
+        "causal relative bias": {"mask_mod": causal(), "score_mod": relative},
+    }
+
+
+def with_mods(dim: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Calls of `ca.attention` with mods, B 2, H 16, S 8k, in turns with compiled FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 16, 8192, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for name, given in mods().items():
+        torch._dynamo.reset()
+        flex = torch.compile(flex_attention)
+        blocks = create_block_mask(given["mask_mod"], None, None, 8192, 8192, device="cuda", _compile=True)
+        ours = functools.partial(ca.attention, q, k, v, backend="warp", **given)
+        calls: dict[str, Call] = {
+            "ours": ours,
+            "FlexAttention": functools.partial(flex, q, k, v, score_mod=given.get("score_mod"), block_mask=blocks),
+        }
+        with torch.no_grad():
+            out, want = calls["ours"](), calls["FlexAttention"]()
+            assert isinstance(out, torch.Tensor) and isinstance(want, torch.Tensor)
+            off = float((out - want).float().norm() / want.float().norm())
+            timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=20.0)
+        ratio = timings["FlexAttention"].ms / timings["ours"].ms
+        row = {"call": f"D{dim} S8192 {name}", "name": "ours", "ms": timings["ours"].ms, "of flex": round(ratio, 3)}
+        print(f"{row['call']}: {row['ms']:.3f} ms, {ratio:.2f} of FlexAttention's speed, {off:.1e} from it", flush=True)
+        yield row
+
+
+def in_parallel(work: Callable[[Case], str], of: list[Case], workers: int) -> dict[Case, str]:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return dict(zip(of, pool.map(work, of), strict=True))
+
+
+def cases(given: argparse.Namespace) -> list[Case]:
+    dims, lengths = ([int(n) for n in text.split(",")] for text in (given.dims, given.lengths))
+    calls = [(d, n, mask == "causal") for d in dims for n in lengths for mask in given.masks.split(",")]
+    if given.chosen:
+        return [Case(*call, None, group) for call in calls for group in (1, 4)]
+    return [Case(*call, shape) for call in calls for shape in CANDIDATES[call[0]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", default="64,96,128,192,256")
+    parser.add_argument("--lengths", default="2048,16384")
+    parser.add_argument("--masks", default="full,causal")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--mods", action="store_true", help="calls with mods alone")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if given.mods:
+        for dim in given.dims.split(","):
+            rows += with_mods(int(dim), given.rounds)
+    else:
+        every = cases(given)
+        once = list({(c.dim, c.masked, c.group, c.shape): c for c in every}.values())
+        for case, said in in_parallel(compiled if given.dry else kept, once, given.workers).items():
+            if said:
+                print(f"{case.text} {case.name}: {said}", flush=True)
+        for text in () if given.dry else dict.fromkeys(case.text for case in every):
+            rows += measured([case for case in every if case.text == text], given.rounds)
+    if given.out:
+        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
