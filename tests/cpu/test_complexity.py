@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,9 +14,18 @@ WAYS = ast.If | ast.For | ast.While | ast.IfExp | ast.ExceptHandler | ast.match_
 
 BEFORE: dict[str, int] = {
     "api.__call__": 38, "api.attention": 33, "bound_call.__call__": 21, "bound_call.backward": 20,
-    "cluster._advance": 20, "key_tile.__init__": 18, "launch_backward.__call__": 17, "plan.forward_of": 18,
+    "cluster._advance": 20, "key_tile.__init__": 18, "launch_backward.__call__": 17,
     "plan_cache._planned_by_form": 16, "plan_cache.planned_for": 24, "plan_cache.planned_of": 17,
     "planned.__call__": 21, "ready.made": 20, "work.__call__": 18,
+}  # fmt: skip
+BEFORE_WHOLE: dict[str, int] = {
+    "access.atomic": 27, "api.__call__": 38, "api.attention": 33, "applied.agrees": 17,
+    "bound_backward.bound_backward": 20, "bound_call.__call__": 21, "bound_call.backward": 20,
+    "cases._plain_score": 17, "cluster._advance": 20, "exchange.exchange": 16, "gradient_operator.differentiable": 16,
+    "key_tile.__init__": 19, "launch_backward.__call__": 17, "matrix.multiply": 21, "offset_mods.of": 16,
+    "plan_cache._planned_by_form": 16, "plan_cache.planned_for": 24, "plan_cache.planned_of": 17,
+    "planned.__call__": 22, "ready.made": 20, "ready.ready": 21, "synchronise.registers": 17, "synchronise.run": 16,
+    "synchronise.wait": 18, "tensor_mma.multiply": 20, "tile_lists.of_call": 17, "work.__call__": 18,
 }  # fmt: skip
 """By file and function. A number that fell is written down here; a line that may go goes."""
 
@@ -35,20 +44,34 @@ def branches(function: ast.FunctionDef) -> int:
     return count
 
 
-def many() -> Iterator[tuple[str, int]]:
+def whole(function: ast.FunctionDef) -> int:
+    """As tools count it: functions inside, assertions and an `else` of a loop or a `try` are branches too."""
+    count = 0
+    for node in ast.walk(function):
+        count += branches(node) if isinstance(node, ast.FunctionDef) else 0
+        count += isinstance(node, ast.Lambda | ast.Assert)
+        count += isinstance(node, ast.For | ast.While | ast.Try) and bool(node.orelse)
+    return count
+
+
+def most(counts: Callable[[ast.FunctionDef], int]) -> dict[str, int]:
     """Functions of the package with more than `MOST`."""
+    found: dict[str, int] = {}
     for module, file in House.at().files.items():
         for node in ast.walk(file.tree):
-            if isinstance(node, ast.FunctionDef) and (count := branches(node)) > MOST:
-                yield f"{module.rpartition('.')[2]}.{node.name}", count
+            if isinstance(node, ast.FunctionDef) and (count := counts(node)) > MOST:
+                name = f"{module.rpartition('.')[2]}.{node.name}"
+                found[name] = max(count, found.get(name, 0))
+    return found
 
 
-def test_no_function_has_more_than_fifteen_branches_but_those_that_had_them() -> None:
-    counted: dict[str, int] = {}
-    for name, count in many():
-        counted[name] = max(count, counted.get(name, 0))
-    assert {name: count for name, count in counted.items() if count > BEFORE.get(name, MOST)} == {}
-    assert {name: counted.get(name, MOST) for name in BEFORE if counted.get(name, MOST) < BEFORE[name]} == {}
+@pytest.mark.parametrize(("counts", "before"), [(branches, BEFORE), (whole, BEFORE_WHOLE)], ids=["own", "whole"])
+def test_no_function_has_more_than_fifteen_branches_but_those_that_had_them(
+    counts: Callable[[ast.FunctionDef], int], before: dict[str, int]
+) -> None:
+    found = most(counts)
+    assert {name: count for name, count in found.items() if count > before.get(name, MOST)} == {}
+    assert {name: found.get(name, MOST) for name in before if found.get(name, MOST) < before[name]} == {}
 
 
 @pytest.mark.parametrize(
@@ -64,3 +87,9 @@ def test_no_function_has_more_than_fifteen_branches_but_those_that_had_them() ->
 def test_conditions_and_loops_are_counted_inside_of_expressions_too(source: str, count: int) -> None:
     made = ast.parse("def f():\n" + "\n".join(f"  {line}" for line in source.split("\n"))).body[0]
     assert isinstance(made, ast.FunctionDef) and branches(made) == count
+
+
+def test_what_stands_inside_of_a_function_is_counted_with_it_by_the_other_count() -> None:
+    inner = "  def g():\n    assert a\n    return lambda: b if c else d\n"
+    made = ast.parse(f"def f():\n{inner}  for e in h:\n    pass\n  else:\n    pass").body[0]
+    assert isinstance(made, ast.FunctionDef) and (branches(made), whole(made)) == (2, 2 + 1 + 1 + 2 + 1)

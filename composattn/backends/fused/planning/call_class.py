@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypedDict
 
 from ....analysis.program import Program
 from ....call.problem import Problem
@@ -144,7 +144,6 @@ def class_of(
     deterministic: bool = False,
 ) -> CallClass:
     """`rows`: of the least tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
-    few = direction == "forward" and queries(problem) * slots(heads) <= rows
     types = problem.types
     return CallClass(
         direction=direction,
@@ -154,12 +153,40 @@ def class_of(
         dv=padded(problem.head_dim_v),
         sectors=problem.head_dim * types.k.itemsize % 32 == problem.head_dim_v * types.v.itemsize % 32 == 0,
         mods=mods_of(program),
-        mask=mask_of(program) if direction == "forward" else mask_of_keys(problem, program),
         packs=heads > 1,
-        work=Rounds.FEW_ROWS if few else _work(problem, target, direction, heads, rows),
-        seen=band(keys(problem) if few else _seen(problem, program, direction)),
-        length=band(keys(problem) if direction == "forward" else queries(problem)),
-        fills=_fills(problem) if direction == "forward" else _fills_queries(problem),
+        **{"forward": _of_forward, "backward": _of_backward}[direction](problem, program, target, rows, heads),
+    )
+
+
+class Seen(TypedDict):
+    """Facts of a class that are of queries in one direction, and of keys in the other."""
+
+    mask: MaskKind
+    work: Rounds
+    seen: int
+    length: int
+    fills: bool
+
+
+def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
+    few, tiles = queries(problem) * slots(heads) <= rows, query_tiles(problem, heads, rows) * problem.batch
+    return Seen(
+        mask=mask_of(program),
+        work=Rounds.FEW_ROWS if few else _rounds(tiles, target),
+        seen=band(keys(problem) if few else keys_of_a_query(problem, program)),
+        length=band(keys(problem)),
+        fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
+    )
+
+
+def _of_backward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
+    q_len = problem.q_len
+    return Seen(
+        mask=mask_of_keys(problem, program),
+        work=_rounds(-(-keys(problem) // rows) * problem.kv_heads * problem.batch, target),
+        seen=band(queries_of_a_key(problem, program)),
+        length=band(queries(problem)),
+        fills=not problem.layout.is_dense or -(-q_len // 128) * 128 * 10 <= 11 * (-(-q_len // 64) * 64),
     )
 
 
@@ -223,30 +250,13 @@ def _layout(problem: Problem) -> LayoutKind:
     return "mixed" if layout.q != layout.kv else layout.q
 
 
-def _work(problem: Problem, target: Target, direction: Direction, heads: int, rows: int) -> Rounds:
-    if direction == "forward":
-        tiles = query_tiles(problem, heads, rows) * problem.batch
-    else:
-        tiles = -(-keys(problem) // rows) * problem.kv_heads * problem.batch
+def _rounds(tiles: int, target: Target) -> Rounds:
     return next(rounds for most, rounds in ROUNDS if tiles <= most * target.sms)
-
-
-def _fills(problem: Problem) -> bool:
-    return _pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9
-
-
-def _fills_queries(problem: Problem) -> bool:
-    rows = problem.q_len
-    return not problem.layout.is_dense or -(-rows // 128) * 128 * 10 <= 11 * (-(-rows // 64) * 64)
 
 
 def _pairs(problem: Problem, rows: int, columns: int) -> int:
     """Pairs of a head of a sequence, in whole tiles."""
     return -(-queries(problem) // rows) * rows * (-(-keys(problem) // columns) * columns)
-
-
-def _seen(problem: Problem, program: Program, direction: Direction) -> float:
-    return keys_of_a_query(problem, program) if direction == "forward" else queries_of_a_key(problem, program)
 
 
 def _words(end: int) -> str:

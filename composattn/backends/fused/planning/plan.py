@@ -277,12 +277,8 @@ def forward_of(
 ) -> ForwardPlan:
     """The forward kernel of a call that is rewritten, see `plan_forward`."""
     problem, program, target = posed.problem, posed.program, posed.target
-    architecture = architecture_of(target)
-    architecture.check(problem, program)
-    strips = problem.layout.strips
-    if tiling is None:
-        tiling = architecture.forward_tiling(problem, program, target)
-        tiling = of_whole_rows(tiling, strips) if strips else tiling
+    architecture_of(target).check(problem, program)
+    strips, tiling = problem.layout.strips, tiling or _chosen(posed)
     if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists
@@ -291,20 +287,15 @@ def forward_of(
     if lists is not None and problem.schedule.batch_invariant:
         refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))
-    visited = program.intervals if lists is None else None
     heads = problem.q_heads // tiling.packed_heads
-    segments = segments_of(problem, program) if posed.segments and tiling.in_segments and lists is None else None
-    if segments is None:
-        order, work = order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, target.sms)
-    else:
-        order, work = order_in_segments(problem, segments, tiling.queries, heads, target.sms)
+    order, work, in_segments = _ordered(posed, tiling, heads, lists)
     parts = splits(problem, tiling, target)
     check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
     return ForwardPlan(
         **compiled_in(problem, target),
         types=problem.types,
         has_order_table=work is not None,
-        has_segments=segments is not None,
+        has_segments=in_segments,
         tiling=tiling,
         return_lse=return_lse,
         positive_scale=positive_scale,
@@ -321,6 +312,25 @@ def forward_of(
         splits=parts,
         many_heads=problem.q_heads > MOST_ACROSS,
     )
+
+
+def _ordered(
+    posed: Posed, tiling: ForwardTiling, heads: int, lists: KeyLists | None
+) -> tuple[str, WorkTables | None, bool]:
+    """The order of query tiles in words, the table that says it, if any, and whether they begin with segments."""
+    problem, program, at_once = posed.problem, posed.program, posed.target.sms
+    segments = segments_of(problem, program) if posed.segments and tiling.in_segments and lists is None else None
+    if segments is not None:
+        return *order_in_segments(problem, segments, tiling.queries, heads, at_once), True
+    visited = program.intervals if lists is None else None
+    return *order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, at_once), False
+
+
+def _chosen(posed: Posed) -> ForwardTiling:
+    """The tiling that the architecture has for a call."""
+    strips = posed.problem.layout.strips
+    tiling = architecture_of(posed.target).forward_tiling(posed.problem, posed.program, posed.target)
+    return of_whole_rows(tiling, strips) if strips else tiling
 
 
 def check_blocks(problem: Problem, blocks: int) -> None:
