@@ -45,7 +45,7 @@ def branches(function: ast.FunctionDef) -> int:
 
 
 def whole(function: ast.FunctionDef) -> int:
-    """As tools count it: functions inside, assertions and an `else` of a loop or a `try` are branches too."""
+    """A count as of other tools: functions inside, assertions and an `else` of a loop or a `try` are branches too."""
     count = 0
     for node in ast.walk(function):
         count += branches(node) if isinstance(node, ast.FunctionDef) else 0
