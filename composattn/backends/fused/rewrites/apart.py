@@ -37,6 +37,7 @@ class GeneratedCall(PreparedCall, Protocol):
         """
 
 
+Statistics = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 Make = Callable[[Problem, Program, float, Target], GeneratedCall]
 MakePart = Callable[[Problem, Program, float], GeneratedCall]
 
@@ -78,7 +79,7 @@ class CallApart:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             self.checks_gradient  # noqa: B018  raises where there is none
             return attend(begun, q, k, v)
-        return begun.forward(q, k, v, ())
+        return begun.outputs(q, k, v, asked.lse)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -119,14 +120,25 @@ class AttendApart:
         into: torch.Tensor | None = None,
     ) -> Results:
         whole = ordered(q, v.shape[-1]) if into is None else into
+        lses, tops = self._launched(q, k, v, whole)
+        lse = self._statistics(q, lses)
+        assert lse is not None
+        return whole, lse, self._statistics(q, tops)
+
+    def outputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, with_lse: bool) -> Outputs:
+        """What a call without gradients gives: LSE, which is copied from that of each part, only where asked for."""
+        whole = ordered(q, v.shape[-1])
+        lses, tops = self._launched(q, k, v, whole)
+        return whole, self._statistics(q, lses) if with_lse else None, self._statistics(q, tops)
+
+    def _launched(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole: torch.Tensor) -> Statistics:
+        """Outputs into the `whole`; LSE and largest scores of each part."""
         found = [
             begun.forward(p.queries.of(q), p.keys.of(k), p.keys.of(v), (), p.queries.of(whole))
             for p, begun in self._parts()
         ]
         _, lses, tops = zip(*found, strict=True)
-        lse = self._statistics(q, lses)
-        assert lse is not None
-        return whole, lse, self._statistics(q, tops)
+        return lses, tops
 
     def _statistics(self, q: torch.Tensor, results: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """(B, H, S) of numbers that parts have of their queries; None of none."""
