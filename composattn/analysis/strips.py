@@ -3,7 +3,7 @@
 128 queries that lie together are a part of a row, or a few rows: of each row they see, tiles of keys have all columns.
 The same number of queries from a few columns, 16 of 8 rows each, sees fewer keys: of each row the columns around these.
 So the image is cut into strips of 16 or 8 columns, whose keys are twice as many columns wide and overlap; each is a
-sequence of its own, row by row.
+sequence of its own, row by row. An image of 32 columns or fewer may be one strip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..graph.ops import apply
 from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
 
-WIDTHS = (16, 8)  # columns of a strip
+WIDTHS = (16, 8)  # columns of a strip that is not the whole image
+WHOLE_WIDTHS = (32, 16, 8)  # columns of an image that is one: of such rows tiles are made
 _MOST = 1024  # columns of an image: who sees which is found for each pair of them
 POSITIONS = Dep.Q | Dep.KV
 
@@ -32,7 +33,8 @@ class Strips:
 
     `beyond`: whether the mask's own terms would show columns that are outside, as those of causal axes do.
     `several_axes`: rows are of more than one axis, so those that a row sees need not lie together.
-    `apart`: columns of a strip; its keys are `wide` columns.
+    `apart`: columns of a strip; its keys are `wide` columns. `above`: rows in front of the image's first one with which
+    keys begin, so that tiles of keys begin where rows of queries do that see them.
     """
 
     columns: int
@@ -40,33 +42,50 @@ class Strips:
     beyond: bool = False
     several_axes: bool = False
     apart: int = WIDTHS[0]
+    above: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one strip is the image, whose keys no other strip has."""
+        return self.apart == self.columns
 
     @property
     def wide(self) -> int:
-        return 2 * self.apart
+        return self.columns if self.is_whole else 2 * self.apart
 
     @property
     def count(self) -> int:
         """The last one may reach beyond the image."""
         return -(-self.columns // self.apart)
 
+    def queries_of(self, length: int) -> int:
+        """Queries of a strip of images of `length` positions."""
+        return length // self.columns * self.apart
+
+    def keys_of(self, length: int) -> int:
+        """Keys of a strip, those above the image counted."""
+        return (length // self.columns + self.above) * self.wide
+
     @property
     def words(self) -> str:
         """For people to read."""
         keys = f"keys of {self.wide} from {self.before} before"
-        return f"{self.count} of {self.apart} columns of an image of {self.columns}, {keys}"
+        above = f" and {self.above} rows above" if self.above else ""
+        return f"{self.count} of {self.apart} columns of an image of {self.columns}, {keys}{above}"
 
     def mask(self, mask: Expr) -> Expr:
         """`of` a mask, false outside of the image."""
-        if not self.beyond:
-            return self.of(mask)
-        column = self._places()[_coordinates("kv", self.columns)[1]]
-        inside = apply("and", apply("ge", column, const(0)), apply("lt", column, const(self.columns)))
-        return apply("and", self.of(mask), inside)
+        places, inside = self._places(), []
+        if self.above:
+            inside.append(apply("ge", index("kv"), const(self.above * self.wide)))
+        if self.beyond:
+            column = places[_coordinates("kv", self.columns)[1]]
+            inside += [apply("ge", column, const(0)), apply("lt", column, const(self.columns))]
+        return functools.reduce(partial(apply, "and"), inside, self.of(mask))
 
     def of(self, graph: Expr) -> Expr:
         """`graph`, which `reads_image` alone, for strip b % count of entry b // count: of place i is row i // apart of
-        the image (for keys i // wide), and column i % apart of the strip (i % wide).
+        the image (for keys i // wide - above), and column i % apart of the strip (i % wide).
         """
         return substitute(in_image(graph, self.columns), self._places())
 
@@ -76,14 +95,19 @@ class Strips:
         places = {index("b"): apply("floordiv", index("b"), const(self.count))}
         for name, wide, start in (("q", self.apart, first), ("kv", self.wide, apply("sub", first, const(self.before)))):
             row, column = _coordinates(name, wide)
+            if name == "kv" and self.above:
+                row = apply("sub", row, const(self.above))
             own = row, apply("add", column, start)
             places |= dict(zip(_coordinates(name, self.columns), own, strict=True))
         return places
 
 
-def in_columns(term: Expr, wide: int) -> bool:
-    """Whether a term of a mask `of` strips is of the columns of keys, the same for all rows of the image."""
-    return bool(term.deps & Dep.KV) and not _deps_without(term, _coordinates("kv", wide)[1]) & Dep.KV
+def in_columns(term: Expr, wide: int, name: str = "kv") -> bool:
+    """Whether a term of a mask `of` strips is of the columns of keys (or queries: `name` "q"), which are so `wide`, and
+    the same for all their rows of the image.
+    """
+    of = index(name).deps
+    return bool(term.deps & of) and not _deps_without(term, _coordinates(name, wide)[1]) & of
 
 
 def reads_image(graph: Expr, columns: int) -> bool:
@@ -92,16 +116,29 @@ def reads_image(graph: Expr, columns: int) -> bool:
     return not _deps_without(in_image(graph, columns), *known) & POSITIONS
 
 
-def rows_seen(mask: Expr, columns: int, rows: int, heads: int) -> torch.Tensor:
-    """bool (rows, rows): whether a row of queries may see a row of keys, of a mask that has strips, of any head."""
+@functools.lru_cache(maxsize=8)
+def rows_seen(mask: Expr, columns: int, rows: tuple[int, int], heads: int) -> torch.Tensor:
+    """bool `rows` (of queries, of keys): whether a row may see another, of a mask that has strips, of any head."""
     q_row, kv_row = _coordinates("q", columns)[0], _coordinates("kv", columns)[0]
-    found = torch.ones(rows, rows, dtype=torch.bool)
-    at = Env({"q": torch.arange(rows)[:, None], "kv": torch.arange(rows), "h": torch.arange(heads)[:, None, None]})
+    found = torch.ones(rows, dtype=torch.bool)
+    q, kv, h = torch.arange(rows[0])[:, None], torch.arange(rows[1]), torch.arange(heads)[:, None, None]
+    at = Env({"q": q, "kv": kv, "h": h})
     for term in terms(in_image(mask, columns)):
         if not _deps_without(term, q_row, kv_row) & POSITIONS:
             seen = evaluate(substitute(term, {q_row: index("q"), kv_row: index("kv")}), at)
             found = found & (seen.any(0) if seen.ndim == 3 else seen)
     return found
+
+
+def tiles_seen(seen: torch.Tensor, tile: tuple[int, int], above: int) -> float:
+    """How many tiles of keys a tile of queries visits, on average, by the rows that see each other (`rows_seen`).
+
+    `tile`: rows of either. Keys begin `above` rows above the image.
+    """
+    (q_rows, kv_rows), (m, n) = seen.shape, tile
+    padded = pad(seen, (above, -(kv_rows + above) % n, 0, -q_rows % m))
+    found = padded.unflatten(1, (-1, n)).any(2).unflatten(0, (-1, m)).any(1)
+    return int(found.sum()) / len(found)
 
 
 def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:
@@ -115,7 +152,7 @@ def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:
 
 def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
     """Strips of `apart` columns whose queries see nothing but their own keys, which begin as few columns before as can
-    be; None where there are none.
+    be; None where there are none. An image of `apart` columns is one strip.
 
     Looks for a conjunction of terms of rows (q // n, kv // n) and terms of columns (q % n, kv % n), with one n.
     """
@@ -136,9 +173,16 @@ def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
     return None if found is None else dataclasses.replace(found, several_axes=several_axes)
 
 
+def all_strips(mask: Expr) -> list[Strips]:
+    """Those of each width that there are, and the whole image where it is narrow."""
+    columns, _ = _columns(mask)
+    widths = dict.fromkeys((*WIDTHS, *(wide for wide in WHOLE_WIDTHS if wide == columns)))
+    return [found for apart in widths if (found := strips_of(mask, apart)) is not None]
+
+
 def _around(sees: Expr, columns: int, apart: int) -> Strips | None:
     """Strips whose keys are all columns that their queries see; None where they would be too wide, or none is seen."""
-    wide = 2 * apart
+    wide = columns if apart == columns else 2 * apart
     q, kv = torch.arange(columns)[:, None], torch.arange(-wide, columns + wide)
     seen = evaluate(sees, Env({"q": q, "kv": kv})).expand(columns, len(kv))
     # by strip, and by column from wide before the image's first one on

@@ -79,16 +79,28 @@ def _divisors(mask: Expr, dep: Dep, other: Dep) -> set[int]:
     return {int(n.args[1].attr) for n in divided if n.args[1].is_const and n.args[1].attr > 0}
 
 
+def _shifted(mask: Expr, dep: Dep) -> set[int]:
+    """Each n of a (position // n + constant) that is divided again, as rows are that begin above an image."""
+    found = set()
+    for quotient in walk(mask):
+        if quotient.op in ("floordiv", "mod") and quotient.args[0].op in ("add", "sub"):
+            rows, shift = quotient.args[0].args
+            if shift.is_const and rows.op == "floordiv" and rows.args[0].deps == dep and rows.args[1].is_const:
+                found.add(int(rows.args[1].attr))
+    return found
+
+
 def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> tuple[int | None, int | None]:
     """Where to cut tiles so that rows of a grid (q // n, q % n) are seen apart: the finest n that is not too fine."""
     cuts: list[int | None] = []
     counts = [-(-length // size) for length, size in zip((q_len, kv_len), tile, strict=True)]
     limit = max(_FEW_CELLS, _MORE_CELLS * counts[0] * counts[1])
     for which, (dep, other, length) in enumerate(((Dep.Q, Dep.KV, q_len), (Dep.KV, Dep.Q, kv_len))):
-        cut = None
+        cut, shifted = None, _shifted(mask, dep)
         for n in sorted(_divisors(mask, dep, other)):
             cells = counts[which] + length // n
-            if tile[which] % n and n % tile[which] and cells * counts[1 - which] <= limit:
+            across = tile[which] % n and n % tile[which]
+            if (across or (n in shifted and n < tile[which])) and cells * counts[1 - which] <= limit:
                 cut = n
                 counts[which] = cells
                 break

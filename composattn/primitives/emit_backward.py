@@ -32,12 +32,13 @@ from ..graph.gradient import derivative
 from ..graph.multiples import constants, is_of_score
 from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic
-from .emit import AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
+from .emit import WORD, AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_dropout import copied, drop
 from .emit_metadata import AgreedReads
 from .emit_ops import convert, tanh_of
 from .emit_row import MODERATE, near_tanh
+from .emit_strips import QueryWords, columns_of_row
 from .exponential import LOG2_E, exp2
 from .score_tile import ScoreTile
 from .values import Fixed, choose, larger, smaller, total
@@ -46,7 +47,8 @@ from .values import Fixed, choose, larger, smaller, total
 class BackwardMods:
     """The mods of a plan and their derivative; holds graphs, no run-time values.
 
-    `arithmetic`: how a thread computes neighbours, where no score mod stands between.
+    `arithmetic`: how a thread computes neighbours, where no score mod stands between. `columns`: of queries of a strip,
+    where the mask is of strips of an image.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class BackwardMods:
         limits: RowLimits | None = None,
         captured: tuple[Capture, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
+        columns: int = 0,
     ) -> None:
         self.near = False  # whether scores whose tanh are of small numbers go another way
         self.mods, self.arithmetic = Mods(program, captured=captured), arithmetic
         self.mods.bounds, self.mods.limits = intervals, limits
+        self.columns = columns
         self.score, self.mask = program.score, program.mask
         slope = const(1.0) if program.score is None else derivative(program.score)
         self.slope: Expr | None = None if slope is const(1.0) else slope
@@ -97,6 +101,9 @@ class BoundBackwardMods(Fixed):
         self.work = Evaluator(self.mods, leaves, tile)
         roots = [backward.mask, backward.slope, backward.score]
         self.work.prepare(*roots, along=Rate.COLUMN)
+        self.words: QueryWords | None = None
+        if backward.columns and columns_of_row(tile.shape.row_offsets, backward.columns):
+            self.words = QueryWords(self, tile, backward.columns)
 
     def evaluator(self, tile: ScoreTile) -> Evaluator:
         at = Evaluator(self.mods, self.leaves, tile)
@@ -253,7 +260,9 @@ class BoundBackwardMods(Fixed):
 
     def hide(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
         """By the columns' limits where they hold, else by the mask, which a branch decides."""
-        if self.leaves.metadata is None:
+        if self.words is not None:
+            self.hide_by_words(at.tile, self.words, targets)
+        elif self.leaves.metadata is None:
             self.hide_one_by_one(at, targets)
         else:
             agreed = self.leaves.metadata.agreed()  # read here: 80 queries in bulk spilled 11 for 5, and lost 1 %
@@ -273,6 +282,14 @@ class BoundBackwardMods(Fixed):
             (self.hide_by_limits if holds else self.hide_by_mask)(at, targets)
         else:
             _hide_by_either(holds, self, at, targets)
+
+    def hide_by_words(self, tile: ScoreTile, words: QueryWords, targets: tuple[cute.Tensor, ...]) -> None:
+        found = words.of(tile)
+        of_column = len(found) // tile.columns
+        for r, c in _places(tile):
+            shown = found[c * of_column + r // WORD] & (1 << r % WORD) != 0
+            for target in targets:
+                target[r, c] = choose(shown, target[r, c], Float32(0.0))
 
     def hide_by_limits(self, at: Evaluator, targets: tuple[cute.Tensor, ...], stop: Any = None) -> None:
         """By the first and last query that sees a column, read here: registers are scarce outside of the branch.

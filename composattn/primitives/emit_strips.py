@@ -1,4 +1,4 @@
-"""What a mask shows of a strip's keys, as bits in words: which columns, the same in all tiles, and which rows of them.
+"""What a mask shows of strips, as bits in words: which columns, the same in all tiles, and which rows of them.
 
 Tested pair by pair, a tile of 128 x 128 took a thread 3.6 comparisons and 4 selections for each of its 64 scores (a
 neighbourhood's four bounds one by one), more than its products and its softmax.
@@ -6,6 +6,7 @@ neighbourhood's four bounds one by one), more than its products and its softmax.
 
 from __future__ import annotations
 
+import abc
 import functools
 from typing import Any
 
@@ -15,54 +16,126 @@ from cutlass import Int32
 from ..analysis.residues import terms
 from ..analysis.strips import in_columns
 from ..graph.expr import Expr
-from .emit import WORD, BoundMods, Evaluator
+from .emit import WORD, Evaluator
 from .score_tile import ScoreTile
 from .values import choose
 
 
-class StripWords:
-    """The mods at some rows, whose mask is of strips; a tile of keys begins with a row of the image.
+class StripWords(abc.ABC):
+    """The mods at some lines of scores, whose mask is of strips; a tile begins with a row of the image.
 
-    `tile`: any of those tiles. `wide`: columns of a strip's keys.
+    A line is a row of scores, or a column: its word has a bit for each of its places. `tile`: any of the tiles. `wide`:
+    columns of a strip, of what lies along a line.
     """
 
-    def __init__(self, mods: BoundMods, tile: ScoreTile, wide: int) -> None:
+    name: str  # of what lies along a line
+
+    def __init__(self, mods: Any, tile: ScoreTile, wide: int) -> None:
         self.mods = mods
-        own = tile.shape.column_offsets
-        self.width = sum(offset < wide for offset in own)  # columns of a row of the image that a thread has
-        assert WORD % self.width == 0 and all(
-            offset == own[c % self.width] + c // self.width * wide for c, offset in enumerate(own)
-        ), "each row of the image has the same columns of a thread"
+        own = self.places(tile)
+        self.width = columns_of_row(own, wide)
+        assert self.width, "each row of the image has the same columns of a thread"
         mask = mods.mods.mask
         assert mask is not None, "strips are a mask's"
         every = list(terms(mask))
-        self.of_columns = [term for term in every if in_columns(term, wide)]
-        self.of_rows = [term for term in every if not in_columns(term, wide)]
-        self.columns = [self._columns(tile, r) for r in range(tile.rows)]
+        self.of_columns = [term for term in every if in_columns(term, wide, self.name)]
+        self.of_rows = [term for term in every if not in_columns(term, wide, self.name)]
+        self.columns = [self._columns(tile, line) for line in range(self.lines(tile))]
 
-    def _columns(self, tile: ScoreTile, r: int) -> Any:
-        """The word of columns that row `r` sees, the same for each row of the image."""
-        at = Evaluator(self.mods.mods, self.mods.leaves, tile, self.mods.work)
+    @abc.abstractmethod
+    def places(self, tile: ScoreTile) -> tuple[int, ...]:
+        """Where a thread's places of a line are, from the first one on."""
+
+    @abc.abstractmethod
+    def lines(self, tile: ScoreTile) -> int:
+        """How many lines a thread has."""
+
+    @abc.abstractmethod
+    def value(self, at: Evaluator, term: Expr, line: int, place: int) -> Any:
+        """Of a term of the mask."""
+
+    @abc.abstractmethod
+    def inside(self, tile: ScoreTile, line: int, place: int) -> list[Any]:
+        """Whether the sequences have the line and the place, as far as the mask does not say it."""
+
+    def evaluator(self, tile: ScoreTile) -> Evaluator:
+        return Evaluator(self.mods.mods, self.mods.leaves, tile, self.mods.work)
+
+    def _columns(self, tile: ScoreTile, line: int) -> Any:
+        """The word of columns that a line shows, the same for each row of the image."""
+        at = self.evaluator(tile)
         shown: Any = Int32(0)
         for c in range(self.width):
-            shown = shown | choose(_all(_values(at, self.of_columns, r, c)), Int32(1 << c), Int32(0))
+            seen = _all([self.value(at, term, line, c) for term in self.of_columns])
+            shown = shown | choose(seen, Int32(1 << c), Int32(0))
             at.forget_element()
         return _unknown(shown * sum(1 << first for first in range(0, WORD, self.width)))
 
     def of(self, tile: ScoreTile) -> tuple[Int32, ...]:
-        """For each row, and each `WORD` of its columns, bit c of column c: as `visible_words.rows_words`."""
-        at = Evaluator(self.mods.mods, self.mods.leaves, tile, self.mods.work)
-        end = self.mods.leaves.kv_len - tile.first_kv
+        """For each line, and each `WORD` of its places, bit c of place c: as `visible_words.rows_words`."""
+        at, count = self.evaluator(tile), len(self.places(tile))
         words: list[Any] = []
-        for r in range(tile.rows):
-            for word in range(0, tile.columns, WORD):
+        for line in range(self.lines(tile)):
+            for word in range(0, count, WORD):
                 rows: Any = Int32(0)
-                for c in range(word, min(word + WORD, tile.columns), self.width):
-                    seen = _all([*_values(at, self.of_rows, r, c), tile.shape.column_offsets[c] < end])
-                    rows = rows | choose(seen, Int32(((1 << self.width) - 1) << (c - word)), Int32(0))
+                for c in range(word, min(word + WORD, count), self.width):
+                    seen = [self.value(at, term, line, c) for term in self.of_rows]
+                    shown = Int32(((1 << self.width) - 1) << (c - word))
+                    rows = rows | choose(_all([*seen, *self.inside(tile, line, c)]), shown, Int32(0))
                     at.forget_element()
-                words.append(self.columns[r] & rows)
+                words.append(self.columns[line] & rows)
         return tuple(words)
+
+
+class KeyWords(StripWords):
+    """Which keys each row of a forward's scores sees."""
+
+    name = "kv"
+
+    def places(self, tile: ScoreTile) -> tuple[int, ...]:
+        return tile.shape.column_offsets
+
+    def lines(self, tile: ScoreTile) -> int:
+        return tile.rows
+
+    def value(self, at: Evaluator, term: Expr, line: int, place: int) -> Any:
+        return at.value(term, line, place)
+
+    def inside(self, tile: ScoreTile, line: int, place: int) -> list[Any]:
+        return [tile.shape.column_offsets[place] < self.mods.leaves.kv_len - tile.first_kv]
+
+
+class QueryWords(StripWords):
+    """Which queries see each key of a backward's scores."""
+
+    name = "q"
+
+    def places(self, tile: ScoreTile) -> tuple[int, ...]:
+        return tile.shape.row_offsets
+
+    def lines(self, tile: ScoreTile) -> int:
+        return tile.columns
+
+    def value(self, at: Evaluator, term: Expr, line: int, place: int) -> Any:
+        return at.value(term, place, line)
+
+    def inside(self, tile: ScoreTile, line: int, place: int) -> list[Any]:
+        """A query behind the last one has P = 0, but for what a score mod may make of it."""
+        leaves = self.mods.leaves
+        key = tile.shape.column_offsets[line] < leaves.kv_len - tile.first_kv
+        query = tile.shape.row_offsets[place] < leaves.q_len - tile.first_q
+        return [key] if self.mods.mods.score is None else [key, query]
+
+    def evaluator(self, tile: ScoreTile) -> Evaluator:
+        found: Evaluator = self.mods.evaluator(tile)
+        return found
+
+
+def columns_of_row(offsets: tuple[int, ...], wide: int) -> int:
+    """How many places of a thread lie in each row of so `wide` columns; 0 where words have no whole rows of such."""
+    width = sum(offset < wide for offset in offsets)
+    alike = all(offset == offsets[c % width] + c // width * wide for c, offset in enumerate(offsets))
+    return width if alike and WORD % width == 0 else 0
 
 
 def _unknown(word: Int32) -> Any:
@@ -72,11 +145,6 @@ def _unknown(word: Int32) -> Any:
     behind the fence before a product that writes all of them.
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
-
-
-def _values(at: Evaluator, some: list[Expr], r: int, c: int) -> list[Any]:
-    """Values of `some` expressions at an element; masks may have terms of rows, or of columns, alone."""
-    return [at.value(term, r, c) for term in some]
 
 
 def _all(conditions: list[Any]) -> Any:

@@ -21,15 +21,16 @@ from .values import Bundle
 class StripRows(Bundle):
     """Rows of tensors (B, H, S, ...), positions of an image with so many `columns`: sequence b is a strip of an entry.
 
-    Strips begin `apart` columns apart, the first one `before` the image; each is `wide` columns wide.
+    Strips begin `apart` columns apart, the first one `before` the image, and `above` rows above it; each is `wide`
+    columns wide.
     """
 
     parts = ("length",)
 
-    def __init__(self, positions: Int32, columns: int, apart: int, wide: int, before: int) -> None:
+    def __init__(self, positions: Int32, columns: int, apart: int, wide: int, before: int = 0, above: int = 0) -> None:
         """On the host; `positions` of the image."""
-        self.columns, self.apart, self.wide, self.before = columns, apart, wide, before
-        self.length = positions // columns * wide
+        self.columns, self.apart, self.wide, self.before, self.above = columns, apart, wide, before, above
+        self.length = (positions // columns + above) * wide
 
     @property
     def count(self) -> int:
@@ -73,7 +74,7 @@ class StripSequence(WholeSequence):
             entry = self.b * self.of.count + self.strip
             return cute.local_tile(tensor[None, None, h, entry], tile, (None, column))
         first = self.strip * self.of.apart - self.of.before
-        rows = cute.domain_offset(((first, 0), 0), tensor[None, None, h, self.b])
+        rows = cute.domain_offset(((first, -self.of.above), 0), tensor[None, None, h, self.b])
         return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
 
     def stored(
@@ -106,5 +107,5 @@ def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tupl
     strips = layout.strips
     if strips is None:
         return unstripped(layout, q, k, sequences)
-    queries = StripRows(Int32(q.shape[2]), strips.columns, strips.apart, strips.apart, 0)
-    return queries, StripRows(Int32(k.shape[2]), strips.columns, strips.apart, strips.wide, strips.before)
+    queries = StripRows(Int32(q.shape[2]), strips.columns, strips.apart, strips.apart)
+    return queries, StripRows(Int32(k.shape[2]), strips.columns, strips.apart, strips.wide, strips.before, strips.above)

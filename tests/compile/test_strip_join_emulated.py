@@ -20,8 +20,8 @@ ROWS, HEADS, D, DV = 5, 3, 16, 8
 @pytest.mark.parametrize(
     "strips",
     [
-        *(Strips(*of) for of in ((48, 0), (48, 6), (16, 16), (96, 20), (64, 31), (40, 4), (41, 17))),
-        *(Strips(*of, apart=8) for of in ((48, 3), (41, 8), (8, 0))),
+        *(Strips(*of) for of in ((48, 0), (48, 6), (17, 16), (96, 20), (64, 31), (40, 4), (41, 17))),
+        *(Strips(*of, apart=8) for of in ((48, 3), (41, 8), (9, 0))),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 2])

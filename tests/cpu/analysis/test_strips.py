@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import composattn as ca
 from composattn.analysis.residues import terms
-from composattn.analysis.strips import Strips, from_rows, in_columns, reads_image, rows_seen, strips_of
+from composattn.analysis.strips import (
+    Strips,
+    all_strips,
+    from_rows,
+    in_columns,
+    reads_image,
+    rows_seen,
+    strips_of,
+    tiles_seen,
+)
 from composattn.graph.expr import Expr
 from composattn.mods import causal, neighborhood
 from composattn.mods.mask import Mask
@@ -90,22 +101,52 @@ def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
 
 
 def _is_that_of_the_image(strips: Strips, whole: Expr) -> None:
-    columns = strips.columns
-    of_image = Mask(whole).dense(ROWS * columns, ROWS * columns, 1, 3)[0]
-    of_strips = Mask(strips.mask(whole)).dense(ROWS * strips.apart, ROWS * strips.wide, 2 * strips.count, 3)
-    q, kv = torch.arange(ROWS * strips.apart), torch.arange(ROWS * strips.wide)
+    columns, length = strips.columns, ROWS * strips.columns
+    of_image = Mask(whole).dense(length, length, 1, 3)[0]
+    of_strips = Mask(strips.mask(whole)).dense(strips.queries_of(length), strips.keys_of(length), 2 * strips.count, 3)
+    q, kv = torch.arange(strips.queries_of(length)), torch.arange(strips.keys_of(length))
     for b, in_strip in enumerate(of_strips):
         first = b % strips.count * strips.apart
         there = q % strips.apart + first < columns
         queries = (q // strips.apart * columns + q % strips.apart + first)[there]
-        column = kv % strips.wide + first - strips.before
-        inside = (column >= 0) & (column < columns)
-        keys = (kv // strips.wide * columns + column)[inside]
+        row, column = kv // strips.wide - strips.above, kv % strips.wide + first - strips.before
+        inside = (column >= 0) & (column < columns) & (row >= 0)
+        keys = (row * columns + column)[inside]
         in_strip = in_strip[:, there]
         assert not in_strip[..., ~inside].any()
         assert torch.equal(in_strip[..., inside], of_image[:, queries][..., keys])
         others = torch.ones(ROWS * columns, dtype=torch.bool).index_fill(0, keys, False)
         assert not of_image[:, queries][..., others].any()
+
+
+@pytest.mark.parametrize("above", [1, 3])
+@pytest.mark.parametrize("name", FOUND)
+def test_keys_may_begin_above_the_image(name: str, above: int) -> None:
+    wanted, mask = FOUND[name]
+    _is_that_of_the_image(dataclasses.replace(wanted, above=above), graph(mask))
+
+
+@pytest.mark.parametrize(("columns", "kernel"), [(32, (3, 19)), (16, 5), (8, (3, 7))])
+def test_a_narrow_image_may_be_one_strip_whose_keys_are_no_others(columns: int, kernel: Any) -> None:
+    whole = graph(neighborhood((ROWS, columns), kernel))
+    found = max(all_strips(whole), key=lambda strips: strips.apart)
+    assert (found.count, found.wide, found.before, found.is_whole) == (1, columns, 0, True)
+    _is_that_of_the_image(found, whole)
+    _is_that_of_the_image(dataclasses.replace(found, above=2), whole)
+
+
+@pytest.mark.parametrize("above", [0, 1, 2])
+@pytest.mark.parametrize("name", ["a neighbourhood", "with gaps between rows", "three axes", "rows by head"])
+def test_tiles_that_rows_see_are_those_of_the_mask(name: str, above: int) -> None:
+    strips, mask = FOUND[name]
+    strips = dataclasses.replace(strips, above=above)
+    seen = rows_seen(graph(mask), strips.columns, (ROWS, ROWS), 3)
+    tile = 2 * strips.apart, 3 * strips.wide
+    shape = strips.queries_of(ROWS * strips.columns), strips.keys_of(ROWS * strips.columns)
+    of_strips = Mask(strips.mask(graph(mask))).dense(*shape, strips.count, 3).flatten(0, 1).any(0)
+    padded = pad(of_strips, (0, -shape[1] % tile[1], 0, -shape[0] % tile[0]))
+    visited = padded.unflatten(1, (-1, tile[1])).any(2).unflatten(0, (-1, tile[0])).any(1)
+    assert tiles_seen(seen, (2, 3), above) == int(visited.sum()) / len(visited)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -119,6 +160,8 @@ def test_terms_are_of_columns_or_of_rows() -> None:
     assert strips is not None
     found = [in_columns(term, strips.wide) for term in terms(strips.mask(whole))]
     assert sorted(found) == [False, False, True, True, True, True]
+    of_queries = [in_columns(term, strips.apart, "q") for term in terms(strips.mask(whole))]
+    assert sorted(of_queries) == [False, False, False, False, True, True]  # inside of the image keys alone are
 
 
 def test_scores_may_read_rows_and_columns_alone() -> None:
@@ -133,6 +176,6 @@ def test_from_a_row_on_a_mask_is_that_of_the_rest_of_the_image(size: tuple[int, 
     whole = graph(neighborhood(size, kernel))
     rest = Mask(from_rows(whole, columns, 4, 2)).dense(length - 4 * columns, length - 2 * columns)
     assert torch.equal(rest, Mask(whole).dense(length, length)[..., 4 * columns :, 2 * columns :])
-    seen = rows_seen(whole, columns, ROWS, 3)
+    seen = rows_seen(whole, columns, (ROWS, ROWS), 3)
     dense = Mask(whole).dense(length, length)[0, 0]
     assert torch.equal(seen, dense.unflatten(0, (ROWS, -1)).unflatten(2, (ROWS, -1)).any(3).any(1))

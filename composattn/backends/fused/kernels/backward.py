@@ -58,7 +58,8 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def __init__(self, plan: BackwardPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
-        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured, self.arithmetic)
+        columns = 0 if plan.layout.strips is None else plan.layout.strips.apart
+        self.mods = BackwardMods(plan.program, plan.intervals, plan.limits, plan.captured, self.arithmetic, columns)
         self.visited = query_tiles_of(self.mods, plan.lists, plan.tiling.tile_m)
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ....analysis.captured_gradient import Pattern
 from ....primitives.emit import BoundMods, Leaves, Mods
-from ....primitives.emit_strips import StripWords
+from ....primitives.emit_strips import KeyWords
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_tiles import WHOLE, TileSequence
 from ....primitives.online_softmax import OnlineSoftmax
@@ -58,7 +58,7 @@ class QueryRows(RowPlaces[AnyForwardTiling]):
         origin = work.keys.origin
         self.column = column if isinstance(origin, int) and origin == 0 else column + origin
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)
-        self.strip_words: StripWords | None = None
+        self.strip_words: KeyWords | None = None
 
     def tile(self, scores: Any, n: Any) -> ScoreTile:
         """The score tile at kv tile `n`; `scores`, by row and column: registers, None where there are none yet."""

@@ -253,7 +253,7 @@ def backward_of(
 
 def _join(problem: Problem, target: Target) -> StripJoinPlan | None:
     strips, widths = problem.layout.strips, (problem.head_dim, problem.head_dim_v)
-    if strips is None:
+    if strips is None or strips.is_whole:
         return None
     return StripJoinPlan(target=target, dtype=problem.dtype, head_dim=widths[0], head_dim_v=widths[1], strips=strips)
 

@@ -14,12 +14,13 @@ from ....analysis.program import Program
 from ....analysis.strips import Strips, from_rows, reads_image, rows_seen, strips_of
 from ....call.problem import Problem
 from ....graph.expr import Expr
-from . import strips as of_strips
+from .image_costs import ANOTHER
 from .posed import Apart, Found, Nothing, Part, Posed, Rewritten, Rows
+from .strips import LEAST, Counted, by_strips
 from .whole import reads_more_than_positions
 
-# FLOPs of the forward in visited tiles, of the whole: below it a GPU would wait for the host, as of residues
-LONG = 2e10
+# Microseconds of the whole by the model, below which a GPU would wait for the host, as of residues
+LONG = 70.0
 Call = tuple[Problem, Program]
 
 
@@ -43,7 +44,7 @@ def without_last_row(posed: Posed) -> Found:
     if not all(reads_image(graph, strips.columns) for graph in (program.mask, program.score) if graph is not None):
         return Nothing()
     tail = _tail(program.mask, problem, strips)
-    if tail.queries * strips.apart < of_strips.LEAST:
+    if tail.queries * strips.apart < LEAST:
         return Nothing(f"all but {tail.queries} rows of the image may see its last row, which is not whole")
     calls = _whole_rows(problem, program, strips, tail), _behind(problem, program, strips, tail)
     why = _no_gain(posed, calls, strips)
@@ -52,7 +53,7 @@ def without_last_row(posed: Posed) -> Found:
 
 def _tail(mask: Expr, problem: Problem, strips: Strips) -> Tail:
     rows = -(-problem.q_len // strips.columns)
-    seen = rows_seen(mask, strips.columns, rows, problem.q_heads)
+    seen = rows_seen(mask, strips.columns, (rows, rows), problem.q_heads)
     queries = min([*seen[:, -1].nonzero().flatten().tolist(), rows - 1])  # those of the last row are none of whole rows
     keys = min([*seen[queries:].any(0).nonzero().flatten().tolist(), rows - 1])
     return Tail(queries, keys)
@@ -73,22 +74,19 @@ def _behind(problem: Problem, program: Program, strips: Strips, tail: Tail) -> C
 
 def _no_gain(posed: Posed, calls: tuple[Call, Call], strips: Strips) -> str:
     """Why two calls would not pay; empty where they do."""
-    problem, program = posed.problem, posed.program
     first, behind = [dataclasses.replace(posed, problem=p, program=g) for p, g in calls]
-    whole = of_strips.visited(problem, program, strips)
-    flops = problem.flops(int(problem.batch * problem.q_heads * problem.q_len * whole * 128))
-    if flops < LONG:
-        return f"{flops:.1e} FLOPs are over before the host has launched two calls"
-    found = of_strips.by_strips(first)
+    found = by_strips(first)
     if not isinstance(found, Rewritten):
         return found.why if isinstance(found, Nothing) else "whole rows are no call of their own"
     chosen = found.posed.problem.layout.strips
     assert chosen is not None
-    cut = of_strips.visited(found.posed.problem, found.posed.program, chosen) * first.problem.q_len
-    both = (cut + of_strips.visited(behind.problem, behind.program, strips) * behind.problem.q_len) / problem.q_len
-    if both > of_strips.FEWER["forward"] * whole:
-        return f"strips and a call behind them would visit {both:.3g} times 128 keys in place of {whole:.3g}"
-    return ""
+    whole, rest = [Counted.whole(each, strips.several_axes).microseconds for each in (posed, behind)]
+    both = Counted.in_strips(first, chosen).microseconds + rest + ANOTHER[posed.direction]
+    if whole < LONG:
+        return f"{whole:.0f} us by the model are over before the host has launched two calls"
+    if both <= whole:
+        return ""
+    return f"strips and a call behind them would take {both:.0f} us by the model in place of {whole:.0f}"
 
 
 def _apart(problem: Problem, calls: tuple[Call, Call], strips: Strips, tail: Tail) -> Apart:

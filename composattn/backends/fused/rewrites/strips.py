@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import torch
 
 from ....analysis.intervals import Tiles
 from ....analysis.program import Program
-from ....analysis.strips import WIDTHS, Strips, reads_image, strips_of
+from ....analysis.strips import Strips, all_strips, reads_image, rows_seen, tiles_seen
 from ....analysis.tiles import EMPTY, kinds, useful_cuts
 from ....call.problem import Problem, StripLayout
 from ....graph.expr import Dep, Expr
@@ -20,22 +21,48 @@ from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
 from ..tiles.work import visits_now
+from .image_costs import microseconds
 from .posed import Found, Nothing, Posed, Rewritten
 from .whole import has_more_than_mods, reads_lengths
 
 LEAST = 128  # queries of a strip, as many as fill a tile
 WIDEST = 256  # D and Dv whose tiles are copied whole
-# Scores that strips compute for each of the whole image, at most. A forward's are tested by words, and took
-# 0.68 of the time of one of the whole (128 x 128 by 7 x 7 and by 13 x 13, H200); a backward's are tested pair by pair,
-# and the gradients of keys have to be added
-FEWER = {"forward": 1.0, "backward": 0.75}
-# Scores of strips of 8 columns for each of those of 16, at most, where they are taken: a tile of theirs has
-# twice as many rows of keys to test. Nobody timed them
-NARROW = 0.9
+
+
+class Counted(NamedTuple):
+    """A call, whole or in strips of an image: how many times 128 keys a query of the image computes scores with, on
+    average, those beyond the image counted, and what it takes by the model.
+    """
+
+    posed: Posed
+    visits: float
+    microseconds: float
+
+    @staticmethod
+    def in_strips(posed: Posed, strips: Strips) -> Counted:
+        """A `posed` that is whole, in these, or in the same whose keys begin some rows above the image."""
+        problem, tile = posed.problem, _tile(_cut(posed, strips))
+        rows = problem.q_len // strips.columns, problem.kv_len // strips.columns
+        assert posed.program.mask is not None
+        seen = rows_seen(posed.program.mask, strips.columns, rows, problem.q_heads)
+        of_tile = tile[0] // strips.apart, tile[1] // strips.wide
+        # gradients of keys of the only strip are those of the image, which has no rows above it
+        most = 1 if strips.is_whole and posed.direction == "backward" else of_tile[1]
+        fewest, above = min((tiles_seen(seen, of_tile, above), above) for above in range(most))
+        visits = tile[1] / 128 * fewest
+        cut = _cut(posed, dataclasses.replace(strips, above=above))
+        of_image = strips.count * strips.apart / strips.columns
+        return Counted(cut, visits * of_image, microseconds(cut, visits, tile))
+
+    @staticmethod
+    def whole(posed: Posed, several_axes: bool) -> Counted:
+        tile = _tile(posed)
+        visits = _visited(posed.problem, posed.program, several_axes, tile)
+        return Counted(posed, visits, microseconds(posed, visits, tile))
 
 
 def by_strips(posed: Posed) -> Found:
-    """The call in strips of the width that visits fewest tiles, where these are fewer than of the whole.
+    """The call in the strips that take least time, where this is less than of the whole (`image_costs`).
 
     It stays whole where the mask reads tensors, numbers or the batch, a mod lengths, or positions by more than row and
     column.
@@ -43,22 +70,21 @@ def by_strips(posed: Posed) -> Found:
     problem, program = posed.problem, posed.program
     if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
         return Nothing()
-    there = filter(None, (strips_of(program.mask, apart) for apart in WIDTHS))
-    refused = {strips: _not_served(problem, program, strips) for strips in there}
+    refused = {strips: _not_served(problem, program, strips) for strips in all_strips(program.mask)}
     served = [strips for strips, why in refused.items() if not why]
     if not served:
         return Nothing(next(iter(refused.values()), ""))
-    cuts = [_cut(posed, strips) for strips in served]
-    visits = [visited(each.problem, each.program, of, _tile(each)) for each, of in zip(cuts, served, strict=True)]
-    best = len(served) - 1 if visits[-1] <= NARROW * visits[0] else 0
-    cut, found, strips = visits[best], cuts[best], served[best]
-    whole = visited(problem, program, strips, _tile(posed))
-    if cut > FEWER[posed.direction] * whole:
-        return Nothing(f"strips would visit {cut:.3g} times 128 keys in place of {whole:.3g}, which is no gain")
-    why = _without_a_tiling(found)
-    if why:
-        return Nothing(why)
-    return Rewritten(found, f"{strips.words}; {cut:.3g} times 128 keys visited, not {whole:.3g}")
+    tiled = [strips for strips in served if not _without_a_tiling(_cut(posed, strips))]
+    if not tiled:
+        return Nothing(_without_a_tiling(_cut(posed, served[0])))
+    cut = min((Counted.in_strips(posed, strips) for strips in tiled), key=lambda counted: counted.microseconds)
+    whole = Counted.whole(posed, served[0].several_axes)
+    if cut.microseconds > whole.microseconds:
+        why = f"strips would take {cut.microseconds:.0f} us by the model in place of {whole.microseconds:.0f}"
+        return Nothing(f"{why}, with {cut.visits:.3g} times 128 keys visited in place of {whole.visits:.3g}")
+    strips = cut.posed.problem.layout.strips
+    assert strips is not None
+    return Rewritten(cut.posed, f"{strips.words}; {cut.visits:.3g} times 128 keys visited, not {whole.visits:.3g}")
 
 
 def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
@@ -91,8 +117,8 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
     of_each = dataclasses.replace(
         problem,
         batch=problem.batch * strips.count,
-        q_len=problem.q_len // strips.columns * strips.apart,
-        kv_len=problem.kv_len // strips.columns * strips.wide,
+        q_len=strips.queries_of(problem.q_len),
+        kv_len=strips.keys_of(problem.kv_len),
         layout=StripLayout(of=strips),
     )
     found = Program(score, strips.mask(program.mask))
@@ -108,10 +134,14 @@ def _without_a_tiling(posed: Posed) -> str:
     if not architecture.copies_boxes:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
+        if strips.is_whole:
+            return "gradients of an image as one strip ended in an illegal instruction on an H200"
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
         whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)
         return "" if whole else "tiles of the backward have no whole rows of a strip"
     tiling = of_whole_rows(architecture.forward_tiling(problem, program, target), strips)
+    if tiling.queries % strips.apart or not tiling.tile_n:
+        return "tiles of the forward have no whole rows of a strip"
     if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
         return ""
     return "tiles of a strip would have several heads, or parts of the keys"
@@ -133,27 +163,23 @@ def _tile(posed: Posed) -> tuple[int, int]:
     return forward.queries, (forward if strips is None else of_whole_rows(forward, strips)).tile_n
 
 
-def visited(problem: Problem, program: Program, strips: Strips, tile: tuple[int, int] = (128, 128)) -> float:
-    """How many times 128 keys a query computes scores with, on average; in strips also those of what lies beyond the
-    image.
-    """
-    batch, share = 1, tile[1] / 128
-    if problem.layout.strips is not None:
-        batch, share = strips.count, share * strips.count * strips.apart / strips.columns
-    if strips.several_axes:
+def _visited(problem: Problem, program: Program, several_axes: bool, tile: tuple[int, int]) -> float:
+    """How many times 128 keys a query of the whole image computes scores with, on average."""
+    share = tile[1] / 128
+    if several_axes:
         assert program.mask is not None
         heads = problem.q_heads if program.mask.deps & Dep.H else 1
-        return share * _by_kinds(program.mask, problem.q_len, problem.kv_len, batch, heads, tile)
+        return share * _by_kinds(program.mask, problem.q_len, problem.kv_len, heads, tile)
     visits = visits_now(problem, program.intervals, *tile)
     assert visits is not None, "no tensors decide"
     return share * int(visits.sum()) / visits.numel()
 
 
 @functools.lru_cache(maxsize=16)
-def _by_kinds(mask: Expr, q_len: int, kv_len: int, batch: int, heads: int, tile: tuple[int, int]) -> float:
+def _by_kinds(mask: Expr, q_len: int, kv_len: int, heads: int, tile: tuple[int, int]) -> float:
     """Tiles of keys that a tile of queries visits, on average, where no bounds tell: asked once for both directions."""
     cuts = useful_cuts(mask, q_len, kv_len, tile)
-    found = kinds(mask, Tiles(q_len, kv_len, tile, batch, heads, torch.device("cpu"), cuts=cuts)) != EMPTY
+    found = kinds(mask, Tiles(q_len, kv_len, tile, 1, heads, torch.device("cpu"), cuts=cuts)) != EMPTY
     return int(found.sum()) / (found.numel() // found.shape[-1])
 
 
@@ -163,12 +189,8 @@ class KeyParts:
 
     strips: Strips
 
-    def of_queries(self, batch: int, length: int) -> tuple[int, int]:
-        """How many strips there are of images of this `length`, and how many queries each has."""
-        return batch * self.strips.count, length // self.strips.columns * self.strips.apart
-
     def memory(self, keys: torch.Tensor) -> torch.Tensor:
         """(B * count, H, rows * wide, D) for parts of the gradient of keys (B, H, S, D)."""
         batch, heads, length, width = keys.shape
         strips = self.strips
-        return keys.new_empty(batch * strips.count, heads, length // strips.columns * strips.wide, width)
+        return keys.new_empty(batch * strips.count, heads, strips.keys_of(length), width)

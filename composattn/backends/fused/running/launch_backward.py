@@ -64,8 +64,8 @@ class BackwardLauncher:
         self.plans, self.tiling = plans, plans.main.tiling
         self.kernel_of = kernel_of
         self.is_dense = plans.main.layout.is_dense
-        strips = plans.main.layout.strips
-        self.key_parts = None if strips is None else KeyParts(strips)
+        self.strips = plans.main.layout.strips
+        self.key_parts = None if self.strips is None or self.strips.is_whole else KeyParts(self.strips)
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
         self.has_tables = bool(tables)
         self.reads = Reads(plans.main, plans.main.program if program is None else program)
@@ -260,8 +260,8 @@ class BackwardLauncher:
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
             batch, heads, q_len, _ = q.shape
-            if self.key_parts is not None:
-                batch, q_len = self.key_parts.of_queries(batch, q_len)
+            if self.strips is not None:
+                batch, q_len = batch * self.strips.count, self.strips.queries_of(q_len)
             tiles = most_places(q_len, tile_m) if self.plans.main.has_segments else -(-q_len // tile_m)
         else:
             total, heads, _ = q.shape

@@ -54,7 +54,7 @@ class StripJoin(Kernel):
         key, chunk = place // across, place % across
         b, h = sequence // heads, sequence % heads
         if key < length:
-            row, column = key // strips.columns, key % strips.columns + strips.before
+            row, column = key // strips.columns + strips.above, key % strips.columns + strips.before
             strip, within = column // strips.apart, column % strips.apart
             first = b * strips.count + strip, h, row * strips.wide + within
             second = b * strips.count + strip - 1, h, row * strips.wide + within + strips.apart

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from .....primitives.emit_strips import StripWords
+from .....primitives.emit_strips import KeyWords
 from .....primitives.equal_stream_k import MetPortion
 from .....primitives.kv_source import partition
 from .....primitives.lanes import LANES
@@ -203,7 +203,7 @@ class GroupRows(OutputRows[Any]):
         self.tSrQ = self.products.resident_queries()
         strips = me.plan.strips
         if strips is not None:
-            self.strip_words = StripWords(self.mods, self.tile(None, Int32(0)), strips.wide)
+            self.strip_words = KeyWords(self.mods, self.tile(None, Int32(0)), strips.wide)
 
     def probabilities(self, tSrS, n, ahead, tested, seen, first):
         """Scores of kv tile `n` to probabilities, in fp32, in place, and given; where `tested`, of what is `seen`."""

@@ -1,0 +1,68 @@
+"""What a call on an image takes, whole and in strips: a model fitted to timed calls, which decides between them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from ..tiles.architecture import architecture_of
+from .posed import Direction, Posed
+
+Test = Literal["pairs", "words"]
+SCORES = 128 * 128
+
+
+class Cost(NamedTuple):
+    """Microseconds of a block for a work tile: at its ends, and for each `SCORES` of visited tiles, hidden ones too.
+
+    Those that are tested by `pairs`, and by `words`, as strips are. `evidence`: on one H200, microseconds of kernels.
+    """
+
+    ends: float
+    pairs: float
+    words: float
+    evidence: str
+
+
+# by direction, D and Dv at most
+COSTS: dict[tuple[Direction, int], Cost] = {
+    ("forward", 64): Cost(1.5, 7.5, 5.2, "7x7 of 64x64: strips of 8 36.7, whole 86; three blocks on an SM"),
+    ("forward", 256): Cost(
+        1.5, 3.3, 1.84, "13x13: 96 wide 83.7, whole 264; video of 32 wide 179.6, whole 373, 96 wide 303"
+    ),
+    ("backward", 64): Cost(3.5, 4.0, 4.0, "7x7 of 64x64: strips of 8 114.8, whole 157; of 16, by pairs, 141"),
+    ("backward", 256): Cost(
+        4.0, 5.5, 5.5, "13x13: 96 wide 239.6, by pairs of five steps 292, whole 486; video whole 513"
+    ),
+}
+MEMORY = 4.0  # bytes a picosecond with which parts of dK and dV are read and added: 202 MB in 50.5 us
+# Microseconds of the GPU between calls, and for the kernels around one more of them
+ANOTHER: dict[Direction, float] = {"forward": 6.0, "backward": 30.0}
+
+
+def microseconds(posed: Posed, visits: float, tile: tuple[int, int]) -> float:
+    """Of a call, whole or in strips, of whose queries each computes scores with `visits` times 128 keys.
+
+    `tile`: queries and keys of one.
+    """
+    problem, target, strips = posed.problem, posed.target, posed.problem.layout.strips
+    widest = max(problem.head_dim, problem.head_dim_v)
+    cost = next(cost for (direction, d), cost in COSTS.items() if direction == posed.direction and widest <= d)
+    at_once = target.sms
+    if posed.direction == "forward":
+        at_once *= architecture_of(target).forward_tiling(problem, posed.program, target).blocks
+        tiles = problem.batch * problem.q_heads * -(-problem.q_len // tile[0])
+    else:
+        tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile[1])
+    scores = problem.batch * problem.q_heads * problem.q_len * visits * 128
+    test = cost.pairs if strips is None else cost.words
+    of_tile = cost.ends + test * scores / tiles / SCORES
+    return max(1.0, tiles / at_once) * of_tile + _added(posed)
+
+
+def _added(posed: Posed) -> float:
+    """Parts of dK and dV that overlap: read, added, and written as half as many."""
+    problem, strips = posed.problem, posed.problem.layout.strips
+    if strips is None or strips.is_whole or posed.direction == "forward":
+        return 0.0
+    numbers = problem.batch * problem.kv_heads * problem.kv_len * (problem.head_dim + problem.head_dim_v)
+    return 2 * 1.5 * numbers / MEMORY * 1e-6
