@@ -174,7 +174,7 @@ def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
 
 
 def all_strips(mask: Expr) -> list[Strips]:
-    """Those of each width that there are, and the whole image where it is narrow."""
+    """Strips of each width that serves the mask, and the whole image where it is narrow."""
     columns, _ = _columns(mask)
     widths = dict.fromkeys((*WIDTHS, *(wide for wide in WHOLE_WIDTHS if wide == columns)))
     return [found for apart in widths if (found := strips_of(mask, apart)) is not None]

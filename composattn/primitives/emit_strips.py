@@ -52,7 +52,7 @@ class StripWords(abc.ABC):
 
     @abc.abstractmethod
     def value(self, at: Evaluator, term: Expr, line: int, place: int) -> Any:
-        """Of a term of the mask."""
+        """What a term of the mask is there."""
 
     @abc.abstractmethod
     def inside(self, tile: ScoreTile, line: int, place: int) -> list[Any]:

@@ -40,7 +40,7 @@ ANOTHER: dict[Direction, float] = {"forward": 6.0, "backward": 30.0}
 
 
 def microseconds(posed: Posed, visits: float, tile: tuple[int, int]) -> float:
-    """Of a call, whole or in strips, of whose queries each computes scores with `visits` times 128 keys.
+    """The time of a call, whole or in strips, of whose queries each computes scores with `visits` times 128 keys.
 
     `tile`: queries and keys of one.
     """
