@@ -223,7 +223,7 @@ def _negated(rank: int, ranks: int) -> dict[str, Any]:
     table = torch.linspace(-1, 1, length, dtype=torch.float64)
     for method in METHODS:
         q, k, v = tensors(length, 2 * ranks, ranks)
-        cp, shard = planned(causal(), length, method=method)
+        _, shard = planned(causal(), length, method=method)
         q, k, v, dout = (shard.scatter(t, 2) for t in (q, k, v, q.sin()))
         sinks = torch.linspace(-1, 1, 2 * ranks, dtype=torch.float64)
         results = []
