@@ -68,8 +68,8 @@ def gradients(
 ) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
     # of a view that torch negates as it is read, kernels would read what lies in memory
-    dout, dlse = (None if t is None else t.resolve_neg() for t in (known.dout, known.dlse))
-    known = known._replace(dout=dout, dlse=dlse)
+    dlse = None if known.dlse is None else known.dlse.resolve_neg()
+    known = known._replace(dout=known.dout.resolve_neg(), dlse=dlse)
     found = strategy.backward(known, begun, saved)
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)
