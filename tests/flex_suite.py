@@ -12,8 +12,8 @@ are read and changed in memory; nothing of them is kept here:
 - counts of torch's compilations are left out.
 
 A test is right, wrong, or refused (an error of `composattn.errors` ended it). Not counted are those that call no
-attention, those whose own decorators skip them, and those of `NOT_ASKED`. `EXPECTED` names each that is not right, with
-the reason; another end of a test is a failure of this program.
+attention, those whose own decorators skip them, and those of `NOT_ASKED`. `EXPECTED` names what may end otherwise than
+right, with the reason; another end of a test is a failure of this program.
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ NOT_ASKED = {
     "test_mixed_device_error_message": "needs two devices",
 }
 ZERO = "a gradient that is 0 but for rounding: 8e-8 beside 0, and 7.6e-7 beside 4.6e-7 of another attention"
+OF_HALVES = "its truth sums the gradient of a table of halves in halves, on a CPU: 0.19 off where ours is 6e-4"
 EXPECTED = {
     "test_cant_lower_error_message": (REFUSED, "torch refuses it too, by another class"),
     "test_captured_score_mod_aot_eager_gradcheck": (REFUSED, "a table for 8 heads in a call of 2"),
     "test_builtin_score_mods_seqlen_lt_custom_sparse_block_size_float16_score_mod4": (WRONG, ZERO),
     "test_comparison_vs_sdpa_with_learnable_bias": (WRONG, ZERO),
+    **dict.fromkeys(("test_indirect_bias", "test_local_window_bias", "test_relative_1d_bias"), (WRONG, OF_HALVES)),
+    "test_symmetric_bias": (WRONG, "two reads of a tensor that learns, which torch's kernels refuse, are taken"),
     "test_invalid_block_size": (WRONG, "blocks of 96, which torch's kernels refuse, are taken"),
     **{
         f"test_flex_attention_stride_ordering_mode_{mode}_permute_order2_shape0": (
@@ -272,7 +275,7 @@ def main() -> int:
             wanted, why = expected_of(test)
             row = {"test": f"{kind}.{test}", "outcome": outcome.kind, "reason": outcome.reason}
             rows.append(row)
-            differs = outcome.kind not in (wanted, NOT_COUNTED)
+            differs = outcome.kind not in (RIGHT, wanted, NOT_COUNTED)
             unexpected += differs
             if differs or outcome.kind != RIGHT:
                 said = "UNEXPECTED: " if differs else ""
