@@ -136,7 +136,7 @@ def block_mask_on_a_cpu(*args: Any, device: Any = "cpu", **options: Any) -> Any:
 
 
 class Paged(paged.PagedAttention):
-    """Also takes what tests of torch 2.6 give: positions (S) that all batch entries share."""
+    """Takes positions (S) that all batch entries share, which tests of torch 2.6 give."""
 
     def assign(self, batch: torch.Tensor, position: torch.Tensor, *tensors: torch.Tensor) -> None:
         shared = position.ndim == 1
@@ -220,7 +220,7 @@ Module = tuple[types.ModuleType, Calls]
 
 
 def outcome_of(kind: str, test: str, modules: tuple[Module, ...]) -> Outcome:
-    """Of the module with shorter sequences; where that is not right, of the one with the test's own."""
+    """The end in the module with shorter sequences; where that is not right, in the one with the test's own lengths."""
     for pattern, reason in NOT_ASKED.items():
         if test.startswith(pattern):
             outcome = Outcome()
