@@ -1,0 +1,109 @@
+"""Products of 8 bits beside flash-attention 3's, our bf16 and an FP8 GEMM in one run: S 16k, D 64 to 256.
+
+FA3_SO=fa3.so python -m benchmarks.fp8_peers --rounds 5 --out result.json
+
+flash-attention 3 is the one that vLLM builds, with two levels of sums, by head. Ours are by head and by block of 128.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import composattn as ca
+from benchmarks.fp8_tilings import GEMM, HEADS, TOKENS, gemm
+from benchmarks.provenance import provenance
+from benchmarks.timing import Call, Stopwatch, interleaved
+from composattn.mods import causal
+
+
+def flash_attention_3(made: ca.QuantizedInputs, masked: bool) -> Call:
+    """A call of its operator, whose arguments are given by name: versions have more or fewer of them."""
+    operator = torch.ops._vllm_fa3_C.fwd
+    q, k, v = (x.data.transpose(1, 2).contiguous() for x in made)
+    scales = [x.scale[:, :, 0, 0].contiguous() for x in made if x.scale is not None]
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": masked}
+    given |= dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    given |= {"window_size_left": -1, "window_size_right": -1, "num_splits": 1}
+    for argument in operator.default._schema.arguments:
+        if argument.name not in given and not argument.has_default_value():
+            kind = str(argument.type)
+            nothing = {"int": 0, "SymInt": 0, "bool": False, "float": 0.0}
+            given[argument.name] = None if kind.startswith("Optional") else nothing.get(kind)
+    known = {argument.name for argument in operator.default._schema.arguments}
+    of_operator = {name: value for name, value in given.items() if name in known}
+    return lambda: operator(**of_operator)
+
+
+def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
+    """What is timed, by name; who gives something else than our bf16 is left out, with a word."""
+    torch.manual_seed(0)
+    heads, (d, dv) = HEADS[dims], dims
+    q, k, v = (torch.randn(1, heads, TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (d, d, dv))
+    v = v + 1.0
+    mask = causal() if masked else None
+    by_head, by_block = ca.quantize(q, k, v), ca.quantize(q, k, v, scale="block", block=128)
+    calls: dict[str, Call] = {
+        "bf16": lambda: ca.attention(q, k, v, mask_mod=mask),
+        "fp8, head": lambda: ca.attention(*by_head, mask_mod=mask),
+        "fp8, block of 128": lambda: ca.attention(*by_block, mask_mod=mask),
+        "FP8 GEMM": gemm(),
+    }
+    if "FA3_SO" in os.environ:
+        calls["flash-attention 3"] = flash_attention_3(by_head, masked)
+    want = calls["bf16"]().float()  # type: ignore[attr-defined]
+    found: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            out: Any = call()
+        except Exception as failed:
+            print(f"D{dims} {name}: {type(failed).__name__} {str(failed)[:300]}", flush=True)
+            continue
+        if name == "flash-attention 3":
+            out = out[0].transpose(1, 2)
+        off = 0.0 if name == "FP8 GEMM" else float((out.float() - want).norm() / want.norm())
+        print(f"D{dims} {name}: {off:.1e} from bf16", flush=True)
+        if off < 0.05:
+            found[name] = call
+    return found
+
+
+def measured(rounds: int) -> Iterator[dict[str, Any]]:
+    for dims in ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)):
+        for masked in (False, True):
+            calls = calls_of(dims, masked)
+            timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=12.0)
+            for name, timing in timings.items():
+                flops = 2 * HEADS[dims] * TOKENS**2 * sum(dims) * (0.5 if masked else 1.0)
+                flops = 2.0 * GEMM**3 if name == "FP8 GEMM" else flops
+                row: dict[str, Any] = {
+                    "call": f"D{dims[0]}/{dims[1]} S{TOKENS} {'causal' if masked else 'full'}",
+                    "name": name,
+                }
+                row |= {"ms": timing.ms, "tflops": round(flops / timing.ms / 1e9, 1), "spread": round(timing.spread, 4)}
+                row |= {"of bf16": round(timings["bf16"].ms / timing.ms, 3)}
+                print(*row.values(), flush=True)
+                yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if "FA3_SO" in os.environ:
+        torch.ops.load_library(os.environ["FA3_SO"])
+        print(torch.ops._vllm_fa3_C.fwd.default._schema, flush=True)
+    rows = list(measured(given.rounds))
+    if given.out:
+        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
