@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "block of 64": {"scale": "block"},
     "block of 128": {"scale": "block", "block": 128},
     "block of 64, best of 4": {"scale": "block", "power_of_two": False},
+    "block of 128, best of 4": {"scale": "block", "block": 128, "power_of_two": False},
     "token": {"scale": "token"},
     "token, best of 4": {"scale": "token", "power_of_two": False},
     "head, no mean": {"center": False},

@@ -1,20 +1,104 @@
-"""What a score mod multiplies the score by, where it does nothing else, as scales of 8-bit tensors do."""
+"""What a score mod multiplies the score by before all else, as scales of 8-bit tensors do, by how often it changes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
-from .expr import Expr, score
+from .expr import DEEP, Dep, Expr, Rate, score, walk
+from .rebuilt import substitute
+
+Rates = Callable[[Expr], Rate]
 
 
-def score_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, ...] | None:
-    """The factors of the score in `node`, each of which `is_known`; None where anything else is done to it."""
-    if node is score():
-        return ()
-    if node.op != "mul":
-        return None
-    for x, y in (node.args, node.args[::-1]):
-        if x.deps & score().deps and not y.deps & score().deps and is_known(y):
-            before = score_factors(x, is_known)
-            return None if before is None else (*before, y)
-    return None
+class Scales(NamedTuple):
+    """Factors of the score by how often they change: with the head, with the row, with a run of keys, or with each key.
+
+    `keys`: of a run; 0 where nothing changes from run to run. `values`: the factor of V, where that does.
+    """
+
+    heads: tuple[Expr, ...] = ()
+    rows: tuple[Expr, ...] = ()
+    runs: tuple[Expr, ...] = ()
+    columns: tuple[Expr, ...] = ()
+    values: Expr | None = None
+    keys: int = 0
+
+    @property
+    def of_score(self) -> tuple[Expr, ...]:
+        return (*self.heads, *self.rows, *self.runs, *self.columns)
+
+
+RUNS = (128, 64, 32)  # keys: fewer are numbers of each key
+
+
+def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) -> tuple[Expr | None, Scales]:
+    """(what else the score mod `node` does, None: nothing; its factors and those of `values`, in tiles of such keys).
+
+    `rate`: how often a node has to be computed. Nothing that changes with each pair is a factor here.
+    """
+    rest, factors = (None, ()) if node is None else split_factors(node, lambda y: rate(y) is not Rate.ELEMENT)
+    found: dict[Rate, list[Expr]] = defaultdict(list)
+    for factor in factors:
+        found[rate(factor)].append(factor)
+    of_values = values if values is not None and values.deps & Dep.KV else None
+    columns = found[Rate.COLUMN]
+    keys, in_runs = _longest_runs([*columns, *filter(None, [of_values])], tile_n)
+    runs = tuple(x for x in columns if x in in_runs)
+    by_key = tuple(x for x in columns if x not in in_runs)
+    heads = (*found[Rate.CONSTANT], *found[Rate.HEAD])
+    scales = Scales(heads, tuple(found[Rate.ROW]), runs, by_key, of_values, keys)
+    return None if rest is score() else rest, scales
+
+
+def _longest_runs(nodes: list[Expr], tile_n: int) -> tuple[int, list[Expr]]:
+    """(keys, those of `nodes` that change from one run of so many keys to the next): of as many of them as can be."""
+    lengths = [n for n in RUNS if tile_n % n == 0]
+    found = {n: [x for x in nodes if in_blocks(x, Dep.KV, n, {})] for n in lengths}
+    most = max(lengths, key=lambda n: (len(found[n]), n), default=0)
+    return (most, found[most]) if most and found[most] else (0, [])
+
+
+def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, tuple[Expr, ...]]:
+    """(`rest`, factors): `node` is `rest` of the score times these, each of which `is_known`, and nobody sees less."""
+    users: dict[Expr, list[Expr]] = defaultdict(list)
+    for user in walk(node):
+        for part in user.args:
+            users[part].append(user)
+    scaled, factors = score(), []
+    while scaled is not node and len(users[scaled]) == 1 and users[scaled][0].op == "mul":
+        (product,) = users[scaled]
+        (factor,) = (x for x in product.args if x is not scaled)
+        if factor.deps & score().deps or not is_known(factor):
+            break
+        factors.append(factor)
+        scaled = product
+    return substitute(node, {scaled: score()}), tuple(factors)
+
+
+def in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
+    """Whether `node` changes with a position only from one block of positions to the next; `known` keeps answers.
+
+    Nothing that reads the score does, which is another one at each pair.
+    """
+    return bool(node.deps & dep) and not node.deps & Dep.SCORE and _constant_in_blocks(node, dep, block, known)
+
+
+def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
+    if not node.deps & dep:
+        return True
+    found = known.get((node, dep))
+    if found is None and node.depth > DEEP:
+        return False
+    if found is None:
+        inside = bool(node.args) and all(_constant_in_blocks(a, dep, block, known) for a in node.args)
+        found = known[node, dep] = _is_of_blocks(node, block) or inside
+    return found
+
+
+def _is_of_blocks(node: Expr, block: int) -> bool:
+    """Whether it is `q // n` or `kv // n`, n blocks; by a negative n it changes one position further on."""
+    if node.op != "floordiv" or node.args[0].op != "index" or not node.args[1].is_const:
+        return False
+    return node.args[1].attr > 0 and node.args[1].attr % block == 0

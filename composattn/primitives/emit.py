@@ -25,7 +25,7 @@ from cutlass.cute import math as cm
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
-from ..graph.factors import score_factors
+from ..graph.factors import Scales, in_blocks, scales_of
 from ..graph.jumps import deciding
 from ..graph.least_score import LEAST_SCORE
 from ..graph.linear import Affine, affine
@@ -37,18 +37,18 @@ from .emit_dropout import copied, drop
 from .emit_ops import CUTE, convert
 from .emit_reads import Neighbours, Pairs, TileReads, read_element
 from .emit_row import NEAR, TOGETHER, RowValues
+from .emit_scales import BoundScales
 from .exponential import LOG2_E
 from .quotients import quotient
-from .score_tile import LIFTED, ScoreTile
+from .score_tile import LIFTED, Runs, ScoreTile
 from .values import Fixed, bits_before, choose, larger, smaller, total
 
 LEAVES = frozenset(("index", "score", "scalar", "size", "read"))  # what is given; all else is computed of them
-LEAST_SCALE = 2.0**-100  # above 0, as -inf times 0 is NaN
 WORD = 24  # positions that a word of `run_of` speaks of
 
 _AT_A_TIME = 25  # operations of a deep graph that lie in each other while it is computed
 _LIMIT = 1 << 24  # integers below it are exact in fp32
-VALUES = "values"  # the name of their factors among what was read ahead
+VALUES, SCALES = "values", "scales"  # the names of what is folded among what was read ahead
 MOST_AHEAD = 48  # registers in which numbers at pairs wait for scores
 
 
@@ -68,33 +68,6 @@ def rate(node: Expr, of_one_head: bool) -> Rate:
     """The rate of `node` where a thread's rows are of one head, or of several."""
     several = not of_one_head and node.deps & Dep.H
     return Rate.of(node.deps | Dep.Q) if several else node.rate
-
-
-def in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
-    """Whether `node` changes with a position only from one block of positions to the next; `known` keeps answers.
-
-    Nothing that reads the score does, which is another one at each pair.
-    """
-    return bool(node.deps & dep) and not node.deps & Dep.SCORE and _constant_in_blocks(node, dep, block, known)
-
-
-def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
-    if not node.deps & dep:
-        return True
-    found = known.get((node, dep))
-    if found is None and node.depth > DEEP:
-        return False
-    if found is None:
-        inside = bool(node.args) and all(_constant_in_blocks(a, dep, block, known) for a in node.args)
-        found = known[node, dep] = _is_of_blocks(node, block) or inside
-    return found
-
-
-def _is_of_blocks(node: Expr, block: int) -> bool:
-    """Whether it is `q // n` or `kv // n`, n blocks; by a negative n it changes one position further on."""
-    if node.op != "floordiv" or node.args[0].op != "index" or not node.args[1].is_const:
-        return False
-    return node.args[1].attr > 0 and node.args[1].attr % block == 0
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------
@@ -244,13 +217,14 @@ class Evaluator:
             return start + float(offset) if offset else start
         return convert(self.value(node, r, c), DType.FLOAT)
 
-    def read_ahead(self, root: Expr | None) -> None:
+    def read_ahead(self, root: Expr | None, often: tuple[Rate, ...] = ()) -> None:
         """Starts what `root` reads at positions linear in q and kv together, or in each; before anything is waited for.
 
         On a diagonal of `q - kv` these are the same number: a tile has few of them. A thread with one row shares no
-        column's read with another, so that a number a column is as many as it has either way.
+        column's read with another, so that a number a column is as many as it has either way. `often`: if said, what
+        is read so, and nothing else.
         """
-        often = (Rate.ELEMENT, Rate.COLUMN) if self.tile.rows == 1 else (Rate.ELEMENT,)
+        often = often or ((Rate.ELEMENT, Rate.COLUMN) if self.tile.rows == 1 else (Rate.ELEMENT,))
         for node in walk(root) if root is not None else ():
             if node.op == "read" and self.rate(node) in often:
                 self._read_ahead(node)
@@ -492,8 +466,7 @@ class Mods:
     The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
     `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it. `steepest`: see
-    `steepest_tanh`. `folds`: a score mod that only multiplies by numbers of the head is folded into the work tile's
-    scale (`BoundMods.scaled`).
+    `steepest_tanh`. `folds`: keys of a tile whose scales, of scores and of V, are the softmax's; 0: none are.
     """
 
     def __init__(
@@ -503,14 +476,12 @@ class Mods:
         of_one_head: bool = True,
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
-        folds: bool = False,
+        folds: int = 0,
     ) -> None:
         self.score, self.mask, self.sink, self.keep, self.values = program.mods
-        self.folded: tuple[Expr, ...] = ()
-        if folds and positive_scale and self.score is not None:
-            found = score_factors(self.score, lambda node: _is_fixed(node, of_one_head))
-            if found is not None:
-                self.score, self.folded = None, found
+        self.scales: Scales | None = None
+        if folds:
+            self.score, self.scales = scales_of(self.score, self.values, folds, lambda node: rate(node, of_one_head))
         self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
@@ -556,6 +527,9 @@ class BoundMods(Fixed):
     def __init__(self, mods: Mods, tile: ScoreTile, leaves: Leaves) -> None:
         self.mods, self.leaves = mods, leaves
         self.work = Evaluator(mods, leaves, tile)
+        self.scales = None if mods.scales is None else BoundScales(mods.scales, self.work, mods.score is not None)
+        if self.scales is not None:
+            self.leaves = self.work.leaves = dataclasses.replace(leaves, scale=self.scales.of_leaves(leaves.scale))
         self.work.prepare(mods.mask, None if mods.additive else mods.score)
         if mods.additive is not None:
             parts = [mods.additive.factor, *(t.head for t in mods.additive.linear_terms)]
@@ -585,11 +559,7 @@ class BoundMods(Fixed):
 
     def scaled(self, scale: Any) -> Any:
         """`scale` times what is folded into it: NaN, for all to see, where that is negative, which no softmax takes."""
-        if not self.mods.folded:
-            return scale
-        for factor in self.mods.folded:
-            scale = scale * Float32(convert(self.work.value(factor), DType.FLOAT))
-        return choose(scale >= 0.0, cute.arch.fmax(scale, Float32(LEAST_SCALE)), Float32(math.nan))
+        return scale if self.scales is None else self.scales.of_softmax(scale)
 
     @property
     def kept_factor(self) -> float:
@@ -631,7 +601,9 @@ class BoundMods(Fixed):
         at.read_ahead(self.mods.score)
         ahead: dict[Any, Any] = at.ahead
         values = self.mods.values
-        if values is not None and values.deps & Dep.KV:
+        if self.scales is not None:
+            ahead[SCALES] = self.scales.read_ahead(at)
+        elif values is not None and values.deps & Dep.KV:
             places = itertools.product(range(tile.rows), range(tile.columns))
             ahead[VALUES] = {rc: Float32(convert(at.value(values, *rc), DType.FLOAT)) for rc in places}
         return ahead
@@ -641,13 +613,15 @@ class BoundMods(Fixed):
         return self.mods.is_near(self.leaves.scale, scores)
 
     def apply_score(
-        self, tile: ScoreTile, ahead: dict[Expr, Any], all_visible: bool = False, near: bool = False
+        self, tile: ScoreTile, ahead: dict[Any, Any], all_visible: bool = False, near: bool = False
     ) -> None:
         """Raw q·k to scores in natural units, in place (left raw when there is no score mod).
 
         `all_visible`: the mask, which comes next, hides nothing of this tile. `near`: see `is_near`.
         """
         mods = self.mods
+        if self.scales is not None:
+            self.scales.apply(tile, ahead[SCALES])
         if not mods.changes_scores:
             return
         at = Evaluator(mods, self.leaves, tile, self.work)
@@ -701,7 +675,7 @@ class BoundMods(Fixed):
             # the same few numbers for all columns, and one number more for each `LIFTED` of them
             start, slope = (functools.reduce(operator.add, parts) for parts in zip(*lines, strict=True))
             offsets = tile.shape.column_offsets
-            tile.lifts = [cm.fma(slope, Float32(first), start) for first in offsets[::LIFTED]]
+            tile.runs = Runs(LIFTED, (), [cm.fma(slope, Float32(first), start) for first in offsets[::LIFTED]])
             multiples = arithmetic.multiples(slope, LIFTED)
             added = [multiples[offset % LIFTED] for offset in offsets]
         for c in columns:

@@ -81,7 +81,8 @@ class OnlineSoftmax(Fixed):
         `first`: nothing was summed before, so `rescale` is left alone.
         """
         for r in range(tile.rows):
-            factor = self.raise_maximum(r, [tile.values[r, c] for c in range(tile.columns)], first)
+            own = [] if self.highest is None else largest_of_their_own(tile, r)
+            factor = self.raise_maximum(r, largest_scores(tile, r), first, own)
             if factor is not None:
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
@@ -105,20 +106,22 @@ class OnlineSoftmax(Fixed):
             self.total[r] = self.total[r] + added
         return rises
 
-    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
+    def raise_maximum(self, r: int, scores: Sequence[Any], first: bool = False, own: Sequence[Any] = ()) -> Any:
         """Takes the largest of `scores` (all of the thread's in row `r`, or its maximum alone) up in the row's maximum.
 
-        Returns the factor for what was summed before, None at the `first` tile.
+        `own`: the scores without what was added for V, if that was. Returns the factor for what was summed before,
+        None at the `first` tile.
         """
-        return self.raise_to(r, self.maximum_with(r, scores, first), first)
+        return self.raise_to(r, self.maximum_with(r, scores, first, own), first)
 
-    def maximum_with(self, r: int, scores: Sequence[Any], first: bool = False) -> Any:
+    def maximum_with(self, r: int, scores: Sequence[Any], first: bool = False, own: Sequence[Any] = ()) -> Any:
         """What `raise_maximum` raises the maximum to: the largest score of all lanes, unless it may lag behind."""
         before = self.maximum[r]
         among = chains(cute.arch.fmax, scores) + ([] if first else [before])
         largest = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, among))
         if self.highest is not None:
-            self.highest[r] = cute.arch.fmax(self.highest[r], largest)
+            of_own = self.shape.along_row(cute.arch.fmax, tree(cute.arch.fmax, list(own))) if own else largest
+            self.highest[r] = cute.arch.fmax(self.highest[r], of_own)
         if first or not self.threshold.most:
             return largest
         if self.limit is not None:
@@ -161,9 +164,10 @@ class OnlineSoftmax(Fixed):
         self, tile: ScoreTile, r: int, columns: Sequence[int], units: ExponentialUnits | None = None
     ) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place; by other `units` if given."""
-        for some, lift in tile.lifted(columns):
+        for some, factor, lift in tile.runs_of(r, columns):
             shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale
-            exponents = self.arithmetic.scaled((tile.values[r, c] for c in some), self.scale, shift)
+            scale = self.scale if factor is None else factor * self.scale
+            exponents = self.arithmetic.scaled((tile.values[r, c] for c in some), scale, shift)
             found = exp2_of_columns(units or self.units, some, exponents, self.arithmetic)
             for c, probability in zip(some, found, strict=True):
                 tile.values[r, c] = probability
@@ -171,7 +175,15 @@ class OnlineSoftmax(Fixed):
     def add(self, tile: ScoreTile, r: int, factor: Any) -> None:
         """Adds the probabilities of row `r` to its sum, what was summed before times `factor` (None: nothing was)."""
         before = None if factor is None else self.total[r] * factor
-        self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
+        runs = tile.runs
+        if runs is None or not runs.back:
+            self.total[r] = self.arithmetic.total(before, [tile.values[r, c] for c in range(tile.columns)])
+            return
+        for n, back in enumerate(runs.back):
+            of_run = range(n * runs.columns, (n + 1) * runs.columns)
+            total = self.arithmetic.total(None, [tile.values[r, c] for c in of_run])
+            before = total * back if before is None else cm.fma(total, back, before)
+        self.total[r] = before
 
     def lower(self, r: int, factor: Any) -> None:
         """What was summed of row `r` before, times `factor`; at once, so that no register keeps the factor for it."""
@@ -243,10 +255,29 @@ class OnlineSoftmax(Fixed):
 def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
     """Scores of row `r` of which the largest is that of all the thread's, for `raise_maximum`."""
     found: list[Any] = []
-    for columns, lift in tile.lifted(range(tile.columns)):
-        scores = [tile.values[r, c] for c in columns]
-        found += scores if lift is None else [tree(cute.arch.fmax, chains(cute.arch.fmax, scores)) + lift]
+    for columns, factor, lift in tile.runs_of(r, range(tile.columns)):
+        found += _of_run([tile.values[r, c] for c in columns], factor, lift)
     return found
+
+
+def largest_of_their_own(tile: ScoreTile, r: int) -> list[Any]:
+    """`largest_scores` without what was added for V; none where nothing was."""
+    if tile.runs is None or not tile.runs.back:
+        return []
+    found: list[Any] = []
+    for columns, factor, _ in tile.runs_of(r, range(tile.columns)):
+        found += _of_run([tile.values[r, c] for c in columns], factor, None)
+    return found
+
+
+def _of_run(values: list[Any], factor: Any, lift: Any) -> list[Any]:
+    """Scores of which the largest is that of a run with these values."""
+    if factor is None and lift is None:
+        return values
+    largest = tree(cute.arch.fmax, chains(cute.arch.fmax, values))
+    if factor is None:
+        return [largest + lift]
+    return [largest * factor if lift is None else cm.fma(largest, factor, lift)]
 
 
 def finished(maximum: Float32, total: Float32, scale: Float32, rounding: Any = None) -> tuple[Float32, Float32]:

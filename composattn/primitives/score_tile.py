@@ -17,7 +17,7 @@ from .values import Fixed, smaller
 
 LaneMoves = tuple[tuple[int, int], ...]
 
-LIFTED = 32  # neighbouring columns
+LIFTED = 32  # neighbouring columns with one lift
 
 ROW_PER_LANE: LaneMoves = ((1, 0), (2, 0), (4, 0), (8, 0), (16, 0))
 
@@ -157,13 +157,26 @@ def _first_of_block(offsets: tuple[int, ...], i: int, block: int) -> int:
 
 
 @dataclasses.dataclass
+class Runs(Fixed):
+    """What values of a tile are short of, for each so many neighbouring columns of a thread: alike for all lanes.
+
+    Scores are values times `factors` (by run and row), plus `lifts` (by run). `back`: probabilities of a run times this
+    are those that the row's sum has, where the lift is none of the score's own. Empty: 1, 0, and 1.
+    """
+
+    columns: int
+    factors: Sequence[Sequence[Any]] = ()
+    lifts: Sequence[Any] = ()
+    back: Sequence[Any] = ()
+
+
+@dataclasses.dataclass
 class ScoreTile(Fixed):
     """One thread's scores of one (q tile, kv tile).
 
     `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head (of the first row, see
     `head_index`); `q_index(r)` and `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a
-    partial tile. `lifts`: what the values of each `LIFTED` columns are short of, where that is one number of a thread's
-    only row and is left to who computes with them.
+    partial tile. `runs`: what the values are short of, where that is left to who computes with them; None: of nothing.
     """
 
     shape: FragmentShape
@@ -172,7 +185,7 @@ class ScoreTile(Fixed):
     h: Int32
     first_q: Int32
     first_kv: Int32
-    lifts: Sequence[Any] = ()
+    runs: Runs | None = None
 
     @property
     def rows(self) -> int:
@@ -191,8 +204,13 @@ class ScoreTile(Fixed):
     def kv_index(self, c: int) -> Int32:
         return self.first_kv + self.shape.column_offsets[c]
 
-    def lifted(self, columns: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
-        """These columns, those together that have the same lift, with it; None: no lift."""
-        if not self.lifts:
-            return [(columns, None)]
-        return [(list(some), self.lifts[n]) for n, some in itertools.groupby(columns, lambda c: c // LIFTED)]
+    def runs_of(self, r: int, columns: Sequence[int]) -> list[tuple[Sequence[int], Any, Any]]:
+        """These columns, those of a run together, with what their values in row `r` are short of: a factor, a lift."""
+        runs = self.runs
+        if runs is None:
+            return [(columns, None, None)]
+        found: list[tuple[Sequence[int], Any, Any]] = []
+        for n, some in itertools.groupby(columns, lambda c: c // runs.columns):
+            factor, lift = runs.factors[n][r] if runs.factors else None, runs.lifts[n] if runs.lifts else None
+            found.append((list(some), factor, lift))
+        return found

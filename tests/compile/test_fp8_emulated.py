@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
+
+from cutlass import Float32
 
 import composattn as ca
 from composattn.analysis.program import Program
@@ -24,12 +26,15 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper import eight_bits, forward_fp8, fp8_choice, promoting_rows, turning, wgmma
 from composattn.backends.hopper.fp8_tiling import FP8, LARGEST, Fp8Tiling
+from composattn.backends.hopper.promoting_rows import SummedRuns
 from composattn.call.problem import Problem
+from composattn.call.scales import rows_of, scaled_values
 from composattn.emulator.capture import Captured
 from composattn.emulator.findings import Finding
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.text import compile_ptx
 from composattn.mods import alibi, causal, document, sliding_window, softcap
+from composattn.primitives import emit_scales
 from composattn.primitives.rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
 from composattn.testing.tolerance import Case, check
 
@@ -39,15 +44,26 @@ attention = partial(ca.attention, backend="hopper-emulated")
 
 
 def fp8_case(
-    d: int = 64, dv: int | None = None, lengths: tuple[int, int] = (150, 200), mean: float = 1.0, **given: Any
+    d: int = 64,
+    dv: int | None = None,
+    lengths: tuple[int, int] = (150, 200),
+    mean: float = 1.0,
+    grows: float = 1.0,
+    how: dict[str, Any] | None = None,
+    **given: Any,
 ) -> Case:
-    """A call of ca.quantize's tensors with a scale for each head; V has a mean, which sums of few bits would lose."""
+    """A call of what ca.quantize makes, a scale for each head unless `how` says otherwise.
+
+    V has a mean, which sums of few bits would lose. Keys and values of each 32 rows are `grows` times as large as those
+    before, so that scales of blocks differ.
+    """
     make = torch.Generator().manual_seed(d)
     q = torch.randn(1, HQ, lengths[0], d, generator=make)
     k = torch.randn(1, H, lengths[1], d, generator=make)
     v = torch.randn(1, H, lengths[1], dv or d, generator=make) + mean
-    made = ca.quantize(q, k, v, center=False)
-    of = tuple(x.scale[:, :, 0, 0] for x in made if x.scale is not None)
+    sizes = grows ** (torch.arange(lengths[1]) // 32)[:, None]
+    made = ca.quantize(q, k * sizes, v * sizes.flip(0), center=False, **how or {})
+    of = tuple(x.scale[:, :, 0, 0] if how is None else x.scale for x in made if x.scale is not None)
     return dataclasses.replace(
         Case(*(x.data for x in made), scales=of, out_dtype=torch.bfloat16),  # type: ignore[arg-type]
         **given,
@@ -131,9 +147,63 @@ def test_scales_of_channels_of_v_are_right() -> None:
     check(attention, dataclasses.replace(case, scales=(*case.scales[:2], of_channels)))
 
 
+def without_lse(*tensors: torch.Tensor, return_lse: bool, **how: Any) -> Any:
+    """The output by sums of rounded probabilities, which products add up; an LSE that is right beside it."""
+    assert return_lse
+    return attention(*tensors, **how), ca.attention(*tensors, **how, return_lse=True, backend="reference")[1]
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "of 64": ({"block": 64}, {}),
+    "of 32 keys, causal": ({"block": 32}, {"mask_mod": causal()}),
+    "of 128, powers of two": ({"block": 128, "power_of_two": True}, {"d": 80, "dv": 48}),
+    "of 64 under ALiBi": ({"block": 64}, {"mask_mod": causal(), "score_mod": alibi(HQ)}),
+    "of 64 in tiles of 96 keys": ({"block": 64}, {"d": 192, "dv": 128, "lengths": (130, 300)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "of 64" else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS]
+)
+def test_scales_of_blocks_are_right(name: str, multiplied: list[str]) -> None:
+    how, given = BLOCKS[name]
+    check(without_lse, fp8_case(grows=2.0, how={"scale": "block", "power_of_two": False, **how}, **given))
+    assert multiplied == [FP8]
+
+
+def test_scales_of_blocks_are_right_where_the_softmax_adds_up(multiplied: list[str]) -> None:
+    """In parts of the keys, with LSE and the largest scores, which are those of scores alone."""
+    case = fp8_case(grows=2.0, lengths=(70, 400), how={"scale": "block"}, sinks=torch.linspace(-1.0, 2.0, HQ))
+    check(partial(attention, schedule=ca.Schedule(split_kv=2)), case)
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    top, exact = (
+        ca.attention(case.q, case.k, case.v, **scales, return_max_scores=True, backend=backend)[1]
+        for backend in ("hopper-emulated", "reference")
+    )
+    assert (top - exact).abs().max() < 2e-3 * exact.abs().max()
+    assert set(multiplied) == {FP8}
+
+
+def test_blocks_with_no_value_but_0_and_scales_of_0_are_right() -> None:
+    case = fp8_case(how={"scale": "block"})
+    q_scale, k_scale, v_scale = (scale.clone() for scale in case.scales)
+    v_scale[:, :, 1], k_scale[:, :, 0], q_scale[:, :, 2] = 0.0, 0.0, 0.0
+    check(attention, dataclasses.replace(case, scales=(q_scale, k_scale, v_scale)))
+
+
+def test_scales_of_each_key_multiply_scores() -> None:
+    made = fp8_case(grows=2.0, how={"scale": "token"})
+    of_heads = fp8_case(grows=2.0).scales[2]
+    check(attention, dataclasses.replace(made, scales=(*made.scales[:2], of_heads), mask_mod=causal()))
+
+
 def test_a_negative_scale_is_seen_by_all() -> None:
     case = fp8_case()
     assert attention(case.q, case.k, case.v, q_scale=-1.0).isnan().all()
+    of_blocks = torch.ones(1, H, 4)
+    of_blocks[:, :, 1] = -1.0
+    assert attention(case.q, case.k, case.v, q_scale=1.0, k_scale=of_blocks).isnan().all()
+    assert attention(case.q, case.k, case.v, q_scale=1.0, v_scale=of_blocks[..., None]).isnan().all()
 
 
 def test_who_asks_for_lse_gets_that_of_probabilities_before_they_are_rounded() -> None:
@@ -163,6 +233,13 @@ def asked(**changes: Any) -> Problem:
 def test_calls_with_no_products_of_8_bits_have_their_queries_widened(changes: dict[str, Any]) -> None:
     assert eight_bits.multiplies_eight_bits(asked(), None)
     assert not eight_bits.multiplies_eight_bits(asked(**changes), None)
+
+
+@pytest.mark.parametrize(("keys", "multiplied"), [(1, False), (16, False), (32, True), (4096, True)])
+def test_values_with_a_scale_for_32_keys_or_more_are_multiplied_in_8_bits(keys: int, multiplied: bool) -> None:
+    tensors = [torch.empty(1, H, 4096, 8)] * 3
+    values = scaled_values(rows_of(*tensors, None, None)[2], torch.ones(1, H, 4096 // keys, 1))
+    assert eight_bits.multiplies_eight_bits(asked(), values) == multiplied
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
@@ -225,6 +302,41 @@ def test_a_fence_that_is_missing_behind_the_turning_is_found(monkeypatch: pytest
     monkeypatch.setattr(turning, "fence_view_async_shared", lambda: None)
     with pytest.raises(Finding, match=r"fence\.proxy\.async"):
         check(attention, fp8_case())
+
+
+def without_rows(right: Any) -> Any:
+    def wrong(self: Any, scale: Any) -> Any:
+        self.of_rows = [None for _ in self.of_rows]
+        return right(self, scale)
+
+    return wrong
+
+
+WRONG_BLOCKS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "k's and v's of the first block for all": (
+        emit_scales.RunScales,
+        "get",
+        lambda right: lambda self, stage: [of[:1] * len(of) for of in right(self, stage)]
+    ),
+    "scales beside another tile": (
+        emit_scales.RunScales,
+        "put",
+        lambda right: lambda self, found, run, stage: right(self, found, run, stage ^ 1),
+    ),
+    "none of q": (emit_scales.BoundScales, "of_softmax", without_rows),
+    "v's are not taken back": (SummedRuns, "at", lambda right: lambda self, numbers, lane: [Float32(1.0)] * 2),
+    "sums of the other block": (SummedRuns, "has", lambda right: lambda self, row, key: right(self, row + 1, key)),
+    "sums of both blocks": (SummedRuns, "has", lambda right: lambda self, row, key: key >= 0),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("unkept")
+@pytest.mark.parametrize("name", WRONG_BLOCKS)
+def test_a_scale_of_another_block_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, method, wrong = WRONG_BLOCKS[name]
+    monkeypatch.setattr(where, method, wrong(getattr(where, method)))
+    with pytest.raises((AssertionError, Finding), match=r"out is off|that nothing orders"):
+        check(without_lse, fp8_case(grows=2.0, how={"scale": "block", "power_of_two": False}))
 
 
 class NeverPromotingRows(GroupRows):

@@ -204,6 +204,7 @@ class HopperForwardBlock(Fixed):
         self.queue = None
         if tiling.scheduler.draws:
             self.queue = DynamicScheduler(self.edges[3], smem.allocate_array(Int32, 2), call.counter, call.tiles)
+        self.memory_of_numbers(smem)
         barriers = Barriers()
         # a fourth one nobody asks for: numbers are those of the kernels that were timed
         self.turns = barriers.row(4, 2 * WARPGROUP)
@@ -229,6 +230,9 @@ class HopperForwardBlock(Fixed):
 
     def more_edges(self):
         return []
+
+    def memory_of_numbers(self, smem):
+        """A few numbers beside the barriers, which take little of what lies before the first aligned tile."""
 
     def more_memory(self, smem):
         """What lies behind all else."""

@@ -2,21 +2,26 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
+from ...primitives.emit import Evaluator
+from ...primitives.emit_scales import RUNS_AT_MOST, RunScales
 from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
+from ...primitives.values import choose
 from ..fused.kernels.forward import KeyCopies
 from ..fused.kernels.registers.group_rows import RowLoad
 from .byte_tiling import OF_VALUES
 from .forward import HopperForward, HopperForwardBlock, HopperForwardProducts
 from .fp8_tiling import TURNING
-from .promoting_rows import PromotingRows
+from .promoting_rows import PromotingRows, SummedRuns
 from .tiling import SUMS
 from .turning import Lines, TurnValues
 from .wgmma import ROWS, WARPGROUP, issue, product
 
 ONES = 0x38383838  # four of them
+ONE = FragmentShape((0,), (0,), ROW_PER_LANE)  # place of a tile of scores
 
 
 class HopperForwardFp8(HopperForward):
@@ -34,8 +39,12 @@ class HopperForwardFp8(HopperForward):
     def key_layout(self, rows, columns):
         return tile_layout(rows, columns, element_bytes=1)
 
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.summed_runs = SummedRuns.of(self.mods.scales, self.tiling.tile_n)
+
     def block(self, call):
-        return Fp8Block(self.tiling, self.dtype, self.out_dtype, call)
+        return Fp8Block(self.tiling, self.dtype, self.out_dtype, call, self.mods, self.summed_runs)
 
     def products(self, block, number):
         plan = self.plan
@@ -59,13 +68,39 @@ class Fp8Load(RowLoad):
 
     def copies(self, work):
         block = self.block
-        return KeyCopies(self, work, (block.k_edge, block.copied_v), (block.sK, block.sV))
+        kind = KeyCopies if block.run_scales is None else KeyCopiesWithScales
+        return kind(self, work, (block.k_edge, block.copied_v), (block.sK, block.sV))
+
+
+class KeyCopiesWithScales(KeyCopies):
+    """Copies of K, and beside each tile the scales of its runs of keys: the i-th by lane i, before the warp arrives."""
+
+    def __init__(self, role, work, edges, tiles):
+        super().__init__(role, work, edges, tiles)
+        self.role, self.work, self.runs = role, work, role.block.run_scales
+        self.leaves = role.call.leaves(work, role.tiling.queries)
+
+    def start_keys(self, at, k_slot):
+        kernel, work, lane = self.role.kernel, self.work, cute.arch.lane_idx()
+        first = at * self.role.tiling.tile_n + lane * self.runs.scales.keys
+        head = work.h * self.role.tiling.packed_heads
+        place = ScoreTile(ONE, None, work.b, head, Int32(0), first)
+        found = self.runs.found(Evaluator(kernel.mods, self.leaves, place))
+        self.k_edge.wait_empty(k_slot)
+        self.runs.put(found, lane, k_slot.index)
+        cute.arch.sync_warp()
+        self.k_edge.fill(k_slot)
+        self.keys.start(at, k_slot.index, self.k_edge.full + k_slot.index)
 
 
 class Fp8Block(HopperForwardBlock):
     """A block's shared memory with each V twice: as it was copied, and turned."""
 
     listeners = TURNING
+
+    def __init__(self, tiling, dtype, out_dtype, call, mods, summed_runs):
+        self.mods, self.summed_runs = mods, summed_runs
+        super().__init__(tiling, dtype, out_dtype, call)
 
     def filled(self, columns, warps):
         return Warps(TURNING) if warps == OF_VALUES else super().filled(columns, warps)
@@ -77,6 +112,14 @@ class Fp8Block(HopperForwardBlock):
     def more_memory(self, smem):
         self.copied_v = self.edges[-1]
 
+    def memory_of_numbers(self, smem):
+        self.run_scales = None
+        scales, stages = self.mods.scales, self.tiling.stages
+        if scales.keys:
+            start = smem.allocate_array(Float32, 3 * RUNS_AT_MOST * stages, byte_alignment=16)
+            count = self.tiling.tile_n // scales.keys
+            self.run_scales = RunScales(scales, self.mods.score is not None, start, stages, count)
+
     def values(self, smem):
         tiling = self.tiling
         copied = tile_layout(tiling.tile_n, tiling.dv, tiling.stages, element_bytes=1)
@@ -86,14 +129,20 @@ class Fp8Block(HopperForwardBlock):
 
     @cute.jit
     def prepare(self, thread):
-        """Rows of ones behind those of each turned V, by all consumers."""
+        """Rows of ones behind those of each turned V, by all consumers; of several runs of keys each has its own."""
         tiling, lines = self.tiling, Lines(self.tiling.dv + SUMS, self.tiling.tile_n)
         words = cute.make_rmem_tensor(4, Int32)
         words.fill(Int32(ONES))
         start, of_block = self.sTurnedV.iterator.toint() + tiling.dv * lines.wide, SUMS * lines.wide // 16
         count = tiling.stages * lines.size // lines.block * of_block
         for i in cutlass.range(thread, count, tiling.warpgroups * WARPGROUP, unroll=1):
-            put_words(start + i // of_block * lines.block + i % of_block * 16, words)
+            block, inside = i // of_block, i % of_block
+            if const_expr(self.summed_runs.runs > 1):
+                row = inside // lines.chunks
+                chunk = lines.place(tiling.dv + row, inside % lines.chunks)
+                key = (block * lines.wide + chunk * 16) % tiling.tile_n
+                words.fill(choose(self.summed_runs.has(row, key), Int32(ONES), Int32(0)))
+            put_words(start + block * lines.block + inside * 16, words)
         cute.arch.fence_view_async_shared()
         self.of_consumers.meet()
 
@@ -103,6 +152,7 @@ class Fp8Products(HopperForwardProducts):
 
     def __init__(self, tiling, block, number, adds_probabilities):
         self.q_stages, self.pieces, self.adds_probabilities = tiling.q_stages, tiling.pieces, adds_probabilities
+        self.summed_runs = block.summed_runs
         written = tiling.steps.written
         self.qk = product(block.dtype, tiling.tile_n, written=written)
         self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=written)

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.factors import score_factors
+from ...graph.factors import RUNS, scales_of
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import query_tiles
-from ..fused.tiles.traits import OF_HEADS, has_opaque_test, padded, reads_any
+from ..fused.tiles.traits import has_opaque_test, padded, reads_along_keys, reads_any
 from .fp8_tiling import Fp8Tiling
 from .tiling import FILE, ROWS
 
@@ -35,11 +35,10 @@ FORMS: Table[Fp8Form] = table(FILE, "fp8", lambda said: Fp8Form(**said))
 def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     """Tiles of a call that `multiplies_eight_bits`."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    score = program.score
-    scaled = score is not None and score_factors(score, lambda node: node.rate in OF_HEADS) is not None
-    changed = program.keep is not None or (score is not None and not scaled)
-    light = not (changed or has_opaque_test(program) or reads_any(program.mask))  # no values nor tests in registers
-    form = first(FORMS, problem, d=d, dv=dv, light=light)
+    rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
+    reads = scales.columns, reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
+    kept = "numbers read" if any(reads) else "nothing" if rest is None else "values"  # in registers, by mods
+    form = first(FORMS, problem, d=d, dv=dv, mods_keep=kept)
     heads = packed_heads(problem, program, ROWS)
     made = Fp8Tiling(
         tile_m=ROWS * form.warpgroups,

@@ -12,6 +12,7 @@ from cutlass import Int32
 from cutlass.cute.arch import fence_view_async_shared
 
 from ...primitives.swizzled_tiles import swizzled
+from ...primitives.values import Fixed
 from ..fused.kernels.forward import Role
 from .fp8_tiling import TURNING
 from .tiling import SUMS
@@ -75,7 +76,7 @@ class TurnValues(Role):
         return self.first, self.second
 
 
-class Lines:
+class Lines(Fixed):
     """How rows of a tile of bytes lie: in blocks of `wide` columns, in `chunks` of 16 whose places a row exchanges."""
 
     def __init__(self, rows, columns):
@@ -84,8 +85,11 @@ class Lines:
 
     def start(self, tile, stage, row, chunk):
         """The address of a chunk of one of the first 16 rows, or 32, of a stage; those of others have the same bits."""
-        place = chunk ^ (row * self.wide >> 7 & self.chunks - 1)
-        return tile.iterator.toint() + stage * self.size + row * self.wide + place * 16
+        return tile.iterator.toint() + stage * self.size + row * self.wide + self.place(row, chunk) * 16
+
+    def place(self, row, chunk):
+        """Where a chunk of a row lies among the chunks of the row; which one lies there, likewise."""
+        return chunk ^ (row * self.wide >> 7 & self.chunks - 1)
 
 
 def _load(address):

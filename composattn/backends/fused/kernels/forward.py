@@ -36,7 +36,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
     blocks = 1  # on an SM at once
-    folds_scales = False  # whether each work tile has a softmax scale of its own
+    folds_scales = False  # whether scales of scores and of V are the softmax's, see `Mods`
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     dtype: Any  # of q
     out_dtype: Any  # of output rows in shared memory, of which parts of a split have none
@@ -47,7 +47,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
         self.plan, self.tiling = plan, plan.tiling
         self.heads = HeadRows(plan.tiling.packed_heads, plan.tiling.slots)
         self.fragment = self.heads.fragment(fragment)
-        of_rows = self.fragment.of_one_head, plan.captured, self.arithmetic, self.folds_scales
+        folds = plan.tiling.tile_n if self.folds_scales else 0
+        of_rows = self.fragment.of_one_head, plan.captured, self.arithmetic, folds
         self.mods = Mods(plan.program, plan.positive_scale, *of_rows)
         self.visited = kv_tiles_of(self.mods, plan.lists, plan.intervals, self.tiling.tile_n)
 

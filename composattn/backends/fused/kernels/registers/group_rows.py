@@ -216,7 +216,14 @@ class GroupRows(OutputRows[Any]):
         self.count_tile(first)
         self.mods.drop(tile)
         self.mods.weigh(tile, ahead)
+        self.note_runs(tile)
         return scores
+
+    def read_beside(self, k_slot, ahead):
+        """Adds to what mods have read ahead what lies beside K in shared memory."""
+
+    def note_runs(self, tile):
+        """What has to be known of a tile of probabilities where their products are."""
 
     def first_scores(self, tiles, k_slot):
         """Scores of the first of these kv tiles, which are all that the rows see."""
@@ -229,6 +236,7 @@ class GroupRows(OutputRows[Any]):
             self.block.q_edge.release(self.q_slot, self.me.lane)
         self.block.k_edge.wait(k_slot)
         tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
+        self.read_beside(k_slot, ahead)
         self.products.wait(0)
         self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, True, seen, first=True)
