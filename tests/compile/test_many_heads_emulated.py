@@ -73,7 +73,8 @@ def test_keys_in_parts_for_many_heads(grids: list[tuple[int, int, int]], generat
 def test_gradients_of_many_heads_of_documents(
     grids: list[tuple[int, int, int]], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composattn.backends.fused.tiles.segments.LONG", 256)
+    for fewest in ("LONG", "MANY"):
+        monkeypatch.setattr(f"composattn.backends.fused.tiles.segments.{fewest}", 256)
     q, k, v, dout = (rows(generator, 1, 2, 400, 64) for _ in range(4))
     check(attend, Case(q, k, v, mask_mod=document(torch.arange(400) // 150), dout=dout))
     assert all(grid[1:] == (1, 1) for grid in grids)

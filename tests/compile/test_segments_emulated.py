@@ -37,7 +37,8 @@ NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sequences of some hundred rows are cut as long ones."""
-    monkeypatch.setattr(segments, "LONG", 100)
+    monkeypatch.setattr(segments, "LONG", 256)
+    monkeypatch.setattr(segments, "MANY", 256)
     with cut_as_long_ones():
         yield
 
@@ -85,6 +86,20 @@ def test_causal_documents_of_each_sequence_in_groups_of_heads(generator: torch.G
     """Lengths that are no multiples of tiles, documents of one token, blocks that stay for several tiles."""
     ids = torch.stack([documents(150, 1, 1, 99, 146), documents(300, 97)])
     case = drawn(generator, causal() & document(ids), 2, (2, 1), 397)
+    assert in_segments(case)
+    check(ATTENTION, case)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dim", [64, pytest.param(96, marks=pytest.mark.slow), 192])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_small_blocks_and_large_ones_count_keys_from_a_document_on(
+    is_causal: bool, dim: int, generator: torch.Generator
+) -> None:
+    """A first document that is too short for the copies of its last rows, short ones behind it, two in a segment."""
+    ids = torch.stack([documents(70, 64, 100, 1, 62, 100), documents(300, 97)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = drawn(generator, mask, 2, (2, 1), 397, dim=dim)
     assert in_segments(case)
     check(ATTENTION, case)
 
@@ -179,8 +194,8 @@ def test_a_table_with_room_for_more_tiles_of_queries_than_documents_begin(
     dim: int, mode: Mode, generator: torch.Generator
 ) -> None:
     """Blocks that stay clear dQ and add to it by such a table, for grouped heads."""
-    ids = torch.stack([documents(150, 1, 1, 90), documents(242)])
-    case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 242, dim=dim), generator)
+    ids = torch.stack([documents(150, 1, 1, 110), documents(262)])
+    case = with_gradients(drawn(generator, document(ids), 2, (4, 2), 262, dim=dim), generator)
     few = dataclasses.replace(HOPPER, sms=2)
     plan = plan_backward(Problem.of(case.q, case.k, case.v), case.program, few).main
     assert plan.has_segments and plan.tiling.persistent
@@ -190,8 +205,8 @@ def test_a_table_with_room_for_more_tiles_of_queries_than_documents_begin(
 
 def test_pieces_by_query_heads_of_tiles_that_begin_with_documents(generator: torch.Generator) -> None:
     """Their sums go to the rows of a document alone, none of which lies beyond its end."""
-    ids = documents(150, 1, 1, 90)
-    case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 242), generator)
+    ids = documents(150, 1, 1, 110)
+    case = with_gradients(drawn(generator, causal() & document(ids), 1, (4, 1), 262), generator)
     plan = gradient_of(case)
     assert plan.has_segments and plan.tiling.heads_a_piece == 2
     with on_few_sms(BACKEND, 2):
@@ -248,6 +263,18 @@ def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Gene
     case = dataclasses.replace(case, dropout=(0.2, 5))
     assert not gradient_of(case).has_segments
     check(ATTENTION, case)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [*NARROW, 128])
+def test_gradients_of_short_documents(is_causal: bool, dim: int, generator: torch.Generator) -> None:
+    """Segments of less than a tile of keys; the first one has the rows that copies of its last ones need."""
+    ids = torch.stack([documents(70, 64, 70, 1, 62), documents(200, 67)])
+    mask = causal() & document(ids) if is_causal else document(ids)
+    case = with_gradients(drawn(generator, mask, 2, (2, 1), 267, dim=dim), generator)
+    assert gradient_of(case).has_segments
+    with on_few_sms(BACKEND):
+        check(ATTENTION, case)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -34,7 +34,7 @@ MASKS: dict[MaskKind, Any] = {
     MaskKind.TESTED: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
     MaskKind.OPAQUE: lambda b, h, q, kv: (q * kv) % 7 < 3,
     MaskKind.RUNS: lambda b, h, q, kv: (kv < 4) | ((q >= kv) & (q - kv < 100)),
-    MaskKind.DOCUMENTS: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
+    MaskKind.READ: lambda b, h, q, kv: (IDS[q] == IDS[kv]) & (q >= kv),
 }
 SCORES: dict[ModsKind, Any] = {
     ModsKind.PLAIN: None,
@@ -75,6 +75,14 @@ OF_KEYS: dict[MaskKind, Any] = {
 @pytest.mark.parametrize("mask", OF_KEYS)
 def test_masks_are_of_the_kind_that_decides_which_queries_see_a_key(mask: MaskKind) -> None:
     assert classed(mask=OF_KEYS[mask], direction="backward", q_len=8192, kv_len=8192).mask is mask
+
+
+def test_documents_are_a_kind_where_there_are_rows_enough_that_tiles_begin_with_them() -> None:
+    mask = OF_KEYS[MaskKind.DOCUMENTS]
+    for batch, length, kind in ((1, 8192, MaskKind.DOCUMENTS), (2, 2048, MaskKind.READ), (3, 2048, MaskKind.DOCUMENTS)):
+        assert classed(mask=mask, batch=batch, q_len=length, kv_len=length).mask is kind
+    softer = classed(SCORES[ModsKind.OF_SCORE], mask, q_len=8192, kv_len=8192)
+    assert softer.mask is MaskKind.READ
 
 
 def test_every_kind_of_mask_is_some_calls() -> None:

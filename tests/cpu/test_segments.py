@@ -19,6 +19,7 @@ from composattn.backends.fused.tiles.segments import SHORT, Segments, most_segme
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.work import segment_tables
 from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
 from composattn.call.sequences import NO_SEQUENCES
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.dropout import Dropout
@@ -31,7 +32,8 @@ ROWS = 597
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of some hundred rows have segments too."""
-    monkeypatch.setattr(segments, "LONG", 100)
+    monkeypatch.setattr(segments, "LONG", 256)
+    monkeypatch.setattr(segments, "MANY", 256)
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -77,12 +79,13 @@ def test_what_any_row_sees_across_a_place_joins_both_sides() -> None:
     assert segments_in(again[:, None] == again) == [(0, 597)]
 
 
-def test_of_too_many_there_is_one() -> None:
+def test_of_too_many_as_many_have_several_documents_as_leaves_the_most() -> None:
     most = most_segments(2000)
     assert most == 8
-    for count, found in ((8, 8), (9, 1)):
+    for count in (8, 9, 12, 15):
         ids = torch.arange(2000) * count // 2000
-        assert len(segments_in((ids[:, None] == ids).tril())) == found
+        found = segments_in((ids[:, None] == ids).tril())
+        assert len(found) == 8 and max(b - a for a, b in found) <= -(-count // 8) * -(-2000 // count)
 
 
 @pytest.mark.parametrize("short", [1, SHORT - 1])
@@ -168,7 +171,7 @@ def test_tiles_cover_each_row_once_whatever_is_written_to_the_ids(bounded: bool)
 def test_tiles_cover_each_row_once_wherever_keys_begin_and_end(of_rows: tuple, tile: int) -> None:
     begin, end = of_rows
     n = len(begin)
-    assume(n > segments.LONG)
+    assume(n >= segments.LONG)
     of_call = found(Mask.of(lambda b, h, q, kv: (kv >= begin[q]) & (kv < end[q])), n)
     assert of_call is not None
     check_covered(of_call, n, tile)
@@ -315,6 +318,35 @@ def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:
     assert full.has_segments and full.tiling.persistent and full.tiling.tile_n == 128
     listed = Program(None, document(ids.roll(5)).expr)  # matching values lie apart: lists of tiles
     assert not plan_forward(long, listed, HOPPER).has_segments
-    shorter = dataclasses.replace(long, q_len=4096, kv_len=4096)
-    fewer = Program(None, document(ids[:4096]).expr)
-    assert not plan_forward(shorter, fewer, HOPPER).has_segments
+
+
+def test_forwards_of_all_sizes_of_tiles_begin_with_documents() -> None:
+    """No tiles with a score mod or dropout do: reads in pairs and words of dropout go by tiles of the sequence."""
+    ids = documents(700, 300, 500, 548)
+    masks = document(ids).expr, (causal() & document(ids)).expr
+    for dim, mask in itertools.product((64, 96, 128, 192), masks):
+        batch = dataclasses.replace(problem(2048, batch=8), head_dim=dim, head_dim_v=dim)
+        plan = plan_forward(batch, Program(None, mask), HOPPER)
+        assert plan.has_segments and plan.tiling.in_segments
+        kept = Dropout.with_seed(0.1, 5)
+        assert kept is not None
+        capped = Score.of(lambda s, b, h, q, kv: 5.0 * torch.tanh(s / 5.0)).expr
+        for program in (Program(capped, mask), Program(None, mask, keep=kept.expr)):
+            assert not plan_forward(batch, program, HOPPER).has_segments
+
+
+def test_other_sequences_of_a_batch_have_no_say_in_batch_invariant_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MANY", 4097)
+    for batch, length, apart in ((8, 2048, False), (1, 8192, True)):
+        program = Program(None, document(torch.arange(length) // 500).expr)
+        of = dataclasses.replace(problem(length, batch), schedule=Schedule(batch_invariant=True))
+        assert not plan_forward(of, program, HOPPER).has_segments
+        assert plan_backward(of, program, HOPPER).main.has_segments == apart
+
+
+def test_few_rows_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is derived for each new mask costs more than it gains."""
+    monkeypatch.undo()
+    of_documents = document(documents(600, 597, 851))
+    assert found(of_documents, 2048, batch=2) is None and found(of_documents, 2048, batch=3) is not None
+    assert found(document(documents(300, 297, 427)), 1024, batch=32) is None

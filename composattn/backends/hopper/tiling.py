@@ -130,7 +130,7 @@ class HopperTiling(ForwardTiling):
 
     @property
     def in_segments(self) -> bool:
-        return self.kernel == FROM_FIRST
+        return self.kernel in ("forward", FROM_FIRST) and self.packed_heads == 1 and not self.eight_rows
 
     @property
     def output_direct(self) -> bool:

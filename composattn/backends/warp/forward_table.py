@@ -64,16 +64,16 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> WarpTi
     few = queries(problem) * slots(heads) <= FEW
     if problem.schedule.batch_invariant:  # the keys of a tile may not depend on how many queries there are
         few = False
-    facts = Facts(max(d, dv), few, is_light(program))
+    facts = Facts(max(d, dv), few, is_light(problem, program))
     tilings = (shaped(shape, d, dv, heads, problem) for shape in all_of(SHAPES, facts))
     return next(tiling for tiling in tilings if fits(tiling, target))
 
 
-def is_light(program: Program) -> bool:
+def is_light(problem: Problem, program: Program) -> bool:
     """Whether mods keep little in registers: no number of rows but where their keys end."""
     from_the_first = all(not interval_shape(interval).left for interval in program.intervals)
     of_scores = mods_of(program) in (ModsKind.PLAIN, ModsKind.OF_SCORE)
-    return of_scores and from_the_first and mask_of(program) in (MaskKind.NONE, MaskKind.BOUNDS)
+    return of_scores and from_the_first and mask_of(problem, program) in (MaskKind.NONE, MaskKind.BOUNDS)
 
 
 def forward_words(problem: Problem, program: Program, target: Target) -> str:

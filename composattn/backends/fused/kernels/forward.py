@@ -1,6 +1,7 @@
 """The forward kernel except for its tensor core: host function, work tiles, and how its roles walk over them."""
 
 import abc
+import dataclasses
 from typing import Any, Generic
 
 import cutlass
@@ -100,12 +101,16 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
                 self.roles(call)
 
     def placed(self, call: ForwardCall, work: ForwardWork) -> ForwardWork:
-        """The work tile with what has to be known of it before its tiles of keys are."""
-        return work
+        """The work tile with what has to be known of it before its tiles of keys are: the row from which they count."""
+        if not self.plan.has_segments:
+            return work
+        keys: Any = work.keys  # of a dense tensor
+        return dataclasses.replace(work, keys=dataclasses.replace(keys, origin=work.queries.origin))
 
     def kv_tiles(self, call: ForwardCall, work: ForwardWork) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
-        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.some)
+        counted = (work.keys.origin,) if self.plan.has_segments else ()
+        return self.visited.of(call.leaves(work, self.tiling.queries), work.m, work.some, *counted)
 
 
 @cute.jit

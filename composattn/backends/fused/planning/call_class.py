@@ -15,7 +15,7 @@ from typing import Literal, TypedDict
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....graph.multiples import is_of_score
-from ..tiles.coverage import end_together, has_documents_apart, has_whole_documents
+from ..tiles.coverage import end_together, has_documents_apart, has_segments_apart, has_whole_documents
 from ..tiles.order import keys_of_a_query, queries_of_a_key
 from ..tiles.target import Target
 from ..tiles.tiling import query_tiles, slots
@@ -67,10 +67,10 @@ class MaskKind(enum.Enum):
     TESTED = "a costly test"  # at a query or a key tensors are read, or a remainder is looked at: dilated windows
     OPAQUE = "a test of pairs"  # no bound on the keys: tables, neighbourhoods
     RUNS = "several runs of keys"  # in a backward, of queries
-    DOCUMENTS = "tensors say where keys begin or end"
+    READ = "bounds that are read"  # tensors say where keys begin or end
+    DOCUMENTS = "documents that tiles begin with"  # of ids, where there are rows enough
     # which queries see a key, in a backward alone
     ENDS = "bounds that end with the last queries"  # causal, prefixes
-    READ = "bounds that are read"
     LISTED = "a test of tensors, listed"
     WHOLE = "documents seen whole"
 
@@ -171,7 +171,7 @@ class Seen(TypedDict):
 def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
     few, tiles = queries(problem) * slots(heads) <= rows, query_tiles(problem, heads, rows) * problem.batch
     return Seen(
-        mask=mask_of(program),
+        mask=mask_of(problem, program),
         work=Rounds.FEW_ROWS if few else _rounds(tiles, target),
         seen=band(keys(problem) if few else keys_of_a_query(problem, program)),
         length=band(keys(problem)),
@@ -199,8 +199,8 @@ def mods_of(program: Program) -> ModsKind:
     return next(kind for kind, is_so in MODS if is_so(program))
 
 
-def mask_of(program: Program) -> MaskKind:
-    return next(kind for kind, is_so in MASKS if is_so(program))
+def mask_of(problem: Problem, program: Program) -> MaskKind:
+    return next(kind for kind, is_so in MASKS if is_so(problem, program))
 
 
 def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
@@ -220,13 +220,14 @@ MODS: tuple[tuple[ModsKind, Callable[[Program], bool]], ...] = (
     (ModsKind.OF_SCORE, lambda program: is_of_score(program.score)),
     (ModsKind.OTHER, lambda program: True),
 )
-MASKS: tuple[tuple[MaskKind, Callable[[Program], bool]], ...] = (
-    (MaskKind.NONE, lambda program: program.mask is None),
-    (MaskKind.DOCUMENTS, lambda program: captured_decide(program.intervals)),
-    (MaskKind.RUNS, lambda program: len(program.intervals) > 1),
-    (MaskKind.OPAQUE, has_opaque_test),
-    (MaskKind.TESTED, lambda program: has_costly_test(program.mask)),
-    (MaskKind.BOUNDS, lambda program: True),
+MASKS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
+    (MaskKind.NONE, lambda problem, program: program.mask is None),
+    (MaskKind.DOCUMENTS, has_segments_apart),
+    (MaskKind.READ, lambda problem, program: captured_decide(program.intervals)),
+    (MaskKind.RUNS, lambda problem, program: len(program.intervals) > 1),
+    (MaskKind.OPAQUE, lambda problem, program: has_opaque_test(program)),
+    (MaskKind.TESTED, lambda problem, program: has_costly_test(program.mask)),
+    (MaskKind.BOUNDS, lambda problem, program: True),
 )
 MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
     (MaskKind.NONE, lambda problem, program: program.mask is None),

@@ -55,14 +55,18 @@ def differ(problem: Problem, program: Program) -> bool:
     return len(program.of_keys[0]) == 1 and not has_costly_test(program.mask)
 
 
+def has_segments_apart(problem: Problem, program: Program) -> bool:
+    """Whether tiles may begin with documents by ids: reads in pairs and words of dropout go by tiles of sequences."""
+    return not changes_weights(program) and has_costly_test(program.mask) and falls_apart(problem, program)
+
+
 def has_documents_apart(problem: Problem, program: Program) -> bool:
-    """Whether tiles of keys begin with documents by ids, and no score mod or dropout takes registers beside them.
+    """Whether tiles of keys may begin with documents by ids, whose test takes registers.
 
     Of ids that come again later lists say what is visited.
     """
     square = padded(problem.head_dim) == padded(problem.head_dim_v)
-    alone = not changes_weights(program) and has_costly_test(program.mask)
-    if not (square and alone and falls_apart(problem, program)):
+    if not (square and has_segments_apart(problem, program)):
         return False
     return reason_for_lists(QueryLists, program.mask, extent_of(problem), (128, 128)) is None
 
