@@ -39,16 +39,11 @@ class BandTiles(Fixed):
         ends = (end for interval in self.mods.bounds for end in interval.ends)
         return not any(n.op == "index" and n.attr in ("first", "last") for end in ends for n in walk(end))
 
-    def of_all(self, leaves: list[Leaves], origin: Any = 0, some: KvPart | Portion = WHOLE) -> TileSequence:
+    def of_all(self, leaves: list[Leaves], some: KvPart | Portion = WHOLE) -> TileSequence:
         """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
-        intervals = counted_from(origin, around([self.mods.intervals(each) for each in leaves]))
+        intervals = around([self.mods.intervals(each) for each in leaves])
         shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
-        return visit(intervals, shapes, _less(leaves[0].kv_len, origin), self.tile_n, some)
-
-    def first_key(self, leaves: list[Leaves]) -> Any:
-        """The first key that any of several neighbouring query tiles sees, of masks with one interval."""
-        (begin, end, *_), *_ = around([self.mods.intervals(each) for each in leaves])
-        return choose(end > begin, smaller(larger(begin, 0), leaves[0].kv_len), 0)
+        return visit(intervals, shapes, leaves[0].kv_len, self.tile_n, some)
 
 
 def _less(length: Any, origin: Any) -> Any:

@@ -385,14 +385,14 @@ def test_where_queries_see_few_keys_small_blocks_share_a_sm() -> None:
     assert cut(256, 256, causal()).blocks == 1
 
 
-def test_of_long_documents_warpgroups_pass_by_what_only_others_see() -> None:
+def test_long_documents_are_in_large_blocks_that_stay() -> None:
     ids = torch.arange(8192) // 700
     by_head = torch.stack([ids] * 8)
     other = Mask.of(lambda b, h, q, kv: by_head[h, q] == by_head[h, kv])
     for mask in (document(ids), other):  # tiles begin with documents of all heads
         for long in (cut(128, 8192, mask), cut(128, 8192, causal() & mask)):
-            assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward_from_first", 2, 128, 1)
-            assert long.persistent
+            assert (long.kernel, long.warpgroups, long.tile_n, long.blocks) == ("forward", 2, 128, 1)
+            assert long.persistent and long.q_stages == 2
         assert not cut(128, 8192, causal() & mask, persistent=False).persistent
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward"
     assert {cut(128, 2048, None).kernel, cut(128, 2048, causal()).kernel} == {"forward"}

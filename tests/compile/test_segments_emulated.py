@@ -91,7 +91,7 @@ def test_causal_documents_of_each_sequence_in_groups_of_heads(generator: torch.G
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("dim", [64, pytest.param(96, marks=pytest.mark.slow), 192])
+@pytest.mark.parametrize("dim", [64, pytest.param(96, marks=pytest.mark.slow), 192, 256])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_small_blocks_and_large_ones_count_keys_from_a_document_on(
     is_causal: bool, dim: int, generator: torch.Generator

@@ -23,9 +23,9 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
     from .backward_wide import HopperBackwardWide
-    from .forward import HopperForward, HopperForwardFromFirst, HopperForwardGuessing
+    from .forward import HopperForward, HopperForwardGuessing
     from .forward_fp8 import HopperForwardFp8
-    from .forward_of_bytes import HopperForwardFromFirstOfBytes, HopperForwardGuessingOfBytes, HopperForwardOfBytes
+    from .forward_of_bytes import HopperForwardGuessingOfBytes, HopperForwardOfBytes
     from .forward_wide import HopperForwardWide
     from .forward_wide_of_bytes import HopperForwardWideOfBytes
     from .rounding import HopperGather, HopperPostprocess
@@ -33,10 +33,8 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     return {
         "forward": HopperForward,
         "forward_guessing": HopperForwardGuessing,
-        "forward_from_first": HopperForwardFromFirst,
         "forward_of_bytes": HopperForwardOfBytes,
         "forward_guessing_of_bytes": HopperForwardGuessingOfBytes,
-        "forward_from_first_of_bytes": HopperForwardFromFirstOfBytes,
         "forward_wide": HopperForwardWide,
         "forward_wide_of_bytes": HopperForwardWideOfBytes,
         "forward_fp8": HopperForwardFp8,

@@ -122,15 +122,17 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         me.drain_stores()
 
 
-class HopperForwardApart(HopperForward):
-    """What kernels that guess and those of documents share.
+class HopperForwardGuessing(HopperForward):
+    """`HopperForward` with probabilities by a speculative maximum, summed by V's columns of ones.
 
     Of masks with one interval warpgroups pass by kv tiles that only others' rows see.
     """
 
+    group_rows = GuessingRows
+
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan)
-        # where heads share a tile, a warpgroup's rows are fewer queries, and no mask cuts those that guess
+        # where heads share a tile, a warpgroup's rows are fewer queries, and there is no mask
         self.apart = isinstance(self.visited, BandTiles) and not plan.is_split and plan.tiling.slots == 1
         if self.apart:
             self.consumes = ConsumeApart
@@ -140,12 +142,12 @@ class HopperForwardApart(HopperForward):
         if not self.apart:
             return super().kv_tiles(call, work)
         leaves = [self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)]
-        return self.visited.of_all(leaves, work.keys.origin, work.some)
+        return self.visited.of_all(leaves, work.some)
 
     def own_tiles(self, call, work, tiles, warpgroup):
         """The kv tiles that a warpgroup's rows see, and how many of `tiles` come before and behind them."""
         assert isinstance(self.visited, BandTiles), "lists say nothing of a warpgroup's rows"
-        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, work.some, work.keys.origin)
+        own = self.visited.of(self.leaves_of(call, work, warpgroup), work.m, work.some)
         (start, stop), (own_start, own_stop) = tiles.spans[0], own.spans[0]
         sees = own.count > 0
         return own, choose(sees, stop - own_stop, tiles.count), choose(sees, own_start - start, 0)
@@ -156,27 +158,11 @@ class HopperForwardApart(HopperForward):
         leaves = call.leaves(dataclasses.replace(work, m=m), ROWS)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < work.queries.end, leaves.kv_len, 0))
 
-
-class HopperForwardGuessing(HopperForwardApart):
-    """`HopperForwardApart` with probabilities by a speculative maximum, summed by V's columns of ones."""
-
-    group_rows = GuessingRows
-
     def block(self, call):
         return BlockWithOnes(self.tiling, self.dtype, self.out_dtype, call)
 
     def products(self, block, number):
         return ProductsWithSums(self.tiling, block, number)
-
-
-class HopperForwardFromFirst(HopperForwardApart):
-    """`HopperForwardApart` whose tiles of keys begin with the first key that a block's rows see, as documents do."""
-
-    def placed(self, call, work):
-        if not self.apart:
-            return work
-        first = self.visited.first_key([self.leaves_of(call, work, w) for w in range(self.tiling.warpgroups)])
-        return dataclasses.replace(work, keys=dataclasses.replace(work.keys, origin=first))
 
 
 class HopperForwardBlock(Fixed):

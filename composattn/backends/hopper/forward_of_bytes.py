@@ -15,7 +15,6 @@ from .forward import (
     BlockWithOnes,
     HopperForward,
     HopperForwardBlock,
-    HopperForwardFromFirst,
     HopperForwardGuessing,
     HopperForwardProducts,
 )
@@ -71,10 +70,6 @@ class HopperForwardGuessingOfBytes(OfBytes, HopperForwardGuessing):
 
     def block(self, call):
         return ByteBlockWithOnes(self, call)
-
-
-class HopperForwardFromFirstOfBytes(OfBytes, HopperForwardFromFirst):
-    """`HopperForwardFromFirst` of bytes."""
 
 
 class ByteBlock(HopperForwardBlock):
@@ -185,4 +180,4 @@ class PartProducts(HopperForwardProducts):
         self.parts.issue(tOrO, tOrP, slot, True)
 
 
-__all__ = ["HopperForwardFromFirstOfBytes", "HopperForwardGuessingOfBytes", "HopperForwardOfBytes"]
+__all__ = ["HopperForwardGuessingOfBytes", "HopperForwardOfBytes"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..fused.planning.call_class import CallClass
 from ..fused.planning.tables import Table, first, matches, table
 from ..fused.tiles.scheduler import Scheduler
-from .tiling import FILE, FROM_FIRST, GUESSING, RowSteps
+from .tiling import FILE, GUESSING, RowSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +20,18 @@ class ForwardForm:
 
     few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or
     three blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
-    V. documents: two, and tiles of keys begin where documents do. wide: D above 256.
+    V. wide: D above 256.
 
     `guesses`: rows take the maximum before a tile for the tile's own. `stays`: blocks draw one tile after the other.
     """
 
-    kind: Literal["few", "small", "alone", "large", "documents", "wide"]
+    kind: Literal["few", "small", "alone", "large", "wide"]
     guesses: bool = False
     stays: bool = False
 
     @property
     def kernel(self) -> str:
-        return GUESSING if self.guesses else {"documents": FROM_FIRST}.get(self.kind, "forward")
+        return GUESSING if self.guesses else "forward"
 
     def __str__(self) -> str:
         return self.kind + ", guesses" * self.guesses + ", stays" * self.stays
@@ -50,7 +50,7 @@ class Shape:
     `scheduler`: how tiles come to blocks that stay; `stays`: whether they do whatever the form says.
     """
 
-    kind: Literal["three blocks", "two blocks", "alone", "three warpgroups", "two warpgroups", "documents"]
+    kind: Literal["three blocks", "two blocks", "alone", "three warpgroups", "two warpgroups"]
     warpgroups: int
     blocks: int = 1
     keys: int = 128

@@ -19,8 +19,6 @@ L2 = 32 << 20  # bytes of K and V of the heads that are worked on together
 EVEN_STAGES = 2
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
-# warpgroups pass by kv tiles that only others' rows see, and tiles begin where the first key is that the block's see
-FROM_FIRST = "forward_from_first"
 FILE = Path(__file__).with_name("forward.json")
 COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
 WAITS = {
@@ -130,7 +128,7 @@ class HopperTiling(ForwardTiling):
 
     @property
     def in_segments(self) -> bool:
-        return self.kernel in ("forward", FROM_FIRST) and self.packed_heads == 1 and not self.eight_rows
+        return self.kernel == "forward" and self.packed_heads == 1
 
     @property
     def output_direct(self) -> bool:
@@ -147,11 +145,8 @@ class HopperTiling(ForwardTiling):
 
     @property
     def q_stages(self) -> int:
-        """Places of Q: two, if they fit beside a block's neighbours, where the next tile's comes under this one.
-
-        Not of documents, of which it was not timed.
-        """
-        two = self.persistent and not self.output_direct and self.kernel != FROM_FIRST
+        """Places of Q: two, if they fit beside a block's neighbours, where the next tile's comes under this one."""
+        two = self.persistent and not self.output_direct
         room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
         return 2 if two and self._bytes(2, self.element_bytes) <= room else 1
 
@@ -178,9 +173,8 @@ class HopperTiling(ForwardTiling):
         rescale = "under the next scores" if self.steps.rescale_early else "after the product"
         of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
         eight = ", of which eight are queries" if self.eight_rows else ""
-        apart = "; each passes by kv tiles that only others' rows see, which begin at the first key seen"
         guess = "; of most tiles with no test, probabilities by the maximum before"
-        more = {FROM_FIRST: apart, GUESSING: guess}.get(self.kernel, "")
+        more = {GUESSING: guess}.get(self.kernel, "")
         more += f"; {self.resident} columns of Q in registers" if self.resident else ""
         more += WAITS[self.steps.output_wait] + "; O from registers" * self.output_direct
         return {

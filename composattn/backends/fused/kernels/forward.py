@@ -1,7 +1,6 @@
 """The forward kernel except for its tensor core: host function, work tiles, and how its roles walk over them."""
 
 import abc
-import dataclasses
 from typing import Any, Generic
 
 import cutlass
@@ -100,13 +99,6 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
             if call.tile(cute.arch.block_idx()[0]).exists:
                 self.roles(call)
 
-    def placed(self, call: ForwardCall, work: ForwardWork) -> ForwardWork:
-        """The work tile with what has to be known of it before its tiles of keys are: the row from which they count."""
-        if not self.plan.has_segments:
-            return work
-        keys: Any = work.keys  # of a dense tensor
-        return dataclasses.replace(work, keys=dataclasses.replace(keys, origin=work.queries.origin))
-
     def kv_tiles(self, call: ForwardCall, work: ForwardWork) -> TileSequence:
         """The kv tiles of a work tile; all roles ask alike."""
         counted = (work.keys.origin,) if self.plan.has_segments else ()
@@ -138,7 +130,7 @@ class Role(Fixed, abc.ABC):
         """One work tile; gives where rings and counts are behind it."""
 
     def work(self, number, i=0) -> ForwardWork:
-        return self.kernel.placed(self.call, self.call.work(number, i))  # type: ignore[no-any-return]
+        return self.call.work(number, i)
 
     @cute.jit
     def visit_all(self, number, slots):

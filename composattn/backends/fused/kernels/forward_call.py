@@ -14,7 +14,7 @@ from ....primitives.equal_stream_k import EqualStreamK
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE, KvPart
-from ....primitives.seqlen import Rows, Sequence, most_rows
+from ....primitives.seqlen import DenseSequence, Rows, Sequence, most_rows
 from ....primitives.stream_k import Portion, StreamK
 from ....primitives.strip_rows import in_copies, rows_of
 from ....primitives.swizzled_tiles import tile_layout
@@ -172,8 +172,9 @@ class ForwardCall(Fixed):
             number, portion = self.shares.tile(number, i)
         tile = self.tile(number)
         part = WHOLE if self.splits is None else KvPart(number // self.order.tiles, self.splits)
-        # keys begin where they are first seen (`Forward.placed`), which is not before the segment
         queries, keys = self.queries.sequence(tile.b).within(tile.segment), self.keys.sequence(tile.b)
+        if tile.segment is not None and isinstance(keys, DenseSequence):
+            keys = dataclasses.replace(keys, origin=tile.segment.start)  # it sees none before
         return ForwardWork(tile.m, tile.b, tile.h, tile.kv_head, queries, keys, part, portion)
 
     def leaves(self, work, tile_queries: int) -> Leaves:
