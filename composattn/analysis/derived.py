@@ -13,7 +13,7 @@ sees what tensors hold then, and their memory is the graph's. Nothing that is ke
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -24,8 +24,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ..graph.borrowed import BorrowedCapture
 from ..graph.expr import Capture
 from ..graph.foreign import is_fake, mode_of
-from . import refreshed
-from .refreshed import Refreshed, distrusted, version
+from . import refreshed, replayed
+from .refreshed import Refreshed, distrusted, rewritten, version
 from .rerun import Rerun
 from .streams import has_streams, stream_handle
 
@@ -103,13 +103,20 @@ class Derived(Capture):
             return self.recipe(*tensors).contiguous()
 
     def _computed_again(self) -> torch.Tensor:
-        made, kept = self._compute(), self._kept
-        if made is kept:
-            return kept
+        made = self._compute()
+        return made if made is self._kept else self._with_memory().copy_(made)
+
+    def _with_memory(self) -> torch.Tensor:
+        """What is kept, from now on with memory."""
+        kept = self._kept
         # a table that vmap wraps has memory from the start, and a storage that torch does not give
         if not is_functorch_wrapped_tensor(kept) and not kept.untyped_storage().nbytes():
-            kept.untyped_storage().resize_(made.nbytes)
-        return kept.copy_(made)
+            kept.untyped_storage().resize_(kept.numel() * kept.element_size())
+        return kept
+
+    def is_up_to_date(self) -> bool:
+        """Whether what it comes from was not written to since; that may be out of date itself."""
+        return self._made.stands(self._stamp())
 
     def refresh(self) -> None:
         """Bring the tensor up to date with what it comes from; costs nothing where that has not changed."""
@@ -212,6 +219,7 @@ class Upkeep:
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
         self.written = list(dict.fromkeys(c for c in behind(self.derived) if not isinstance(c, Derived)))
+        self._refresh = RefreshedTogether(self.derived)
         on = self.derived[0].kept.device if self.derived else None
         self._streams_on = on if on is not None and has_streams(on) else None
         self._refreshed: dict[int | None, Refreshed[None]] = {None: Refreshed(None)}  # by stream: each waits for itself
@@ -221,7 +229,65 @@ class Upkeep:
         stream = None if self._streams_on is None else stream_handle(self._streams_on)
         if stream not in self._refreshed:
             self._refreshed[stream] = Refreshed(None)
-        self._refreshed[stream](stamps(self.written), refresh, (), self.derived)
+        self._refreshed[stream](stamps(self.written), self._refresh)
+
+
+class RefreshedTogether:
+    """`refresh` of several derived tensors: where a device replays graphs, one launch for all that is out of date."""
+
+    def __init__(self, derived: Sequence[Derived]) -> None:
+        self.derived = derived
+        # each after what it comes from
+        found = [*reversed([*behind(derived)]), *derived]
+        self._order = list(dict.fromkeys(c for c in found if isinstance(c, Derived)))
+        self._replays = bool(derived) and derived[0].kept.device.type in replayed.GRAPHS
+        self._runs: dict[tuple[Derived, ...], _Together] = {}
+
+    def __call__(self) -> None:
+        if not self._replays or derives_anew() or refreshed.belongs_to_graph():
+            refresh(self.derived)
+            return
+        old = self._out_of_date()
+        if old:
+            run = self._runs.get(old)
+            if run is None:
+                run = self._runs[old] = _Together(old)
+            if not run():
+                refresh(self.derived)
+
+    def _out_of_date(self) -> tuple[Derived, ...]:
+        old: dict[Derived, None] = {}
+        for d in self._order:
+            if not old.keys().isdisjoint(d.sources) or not d.is_up_to_date():
+                old[d] = None
+        return tuple(old)
+
+
+class _Together:
+    """Derived tensors that are out of date together, made by one run that writes where each is kept."""
+
+    def __init__(self, parts: Sequence[Derived]) -> None:
+        self.parts = parts
+        sources = dict.fromkeys(s for d in parts for s in d.sources if s not in parts)
+        self.sources = sorted(sources, key=lambda s: isinstance(s, Derived))  # those last, which stay where they are
+        moving = sum(not isinstance(s, Derived) for s in self.sources)
+        self._standing = range(moving, len(self.sources) + len(parts))
+        self._run = Rerun(self._compute)
+
+    def __call__(self) -> bool:
+        """Whether it made them: not so where a run can't be recorded."""
+        tensors = [*[s.tensor for s in self.sources], *[d._with_memory() for d in self.parts]]
+        if not self._run.follows or any(map(is_functorch_wrapped_tensor, tensors)):
+            return False
+        now = dict(zip(self.sources, stamps(self.sources), strict=True))
+        of_parts = (tuple([now[s] if s in now else stamp(s) for s in d.sources]) for d in self.parts)
+        with plain_tensors(), rewritten([d._made for d in self.parts], of_parts):
+            self._run(tensors, standing=self._standing)
+        return True
+
+    def _compute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = dict(zip((*self.sources, *self.parts), tensors, strict=True))
+        return [found[d].copy_(d.recipe(*[found[s] for s in d.sources])) for d in self.parts]
 
 
 def behind(captures: Iterable[Capture]) -> Iterator[Capture]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -79,6 +79,34 @@ class Refreshed(Generic[V]):
                 self._kept = stamp, made, holding
                 self.version += 1
             return made
+
+    def stands(self, stamp: Sequence[Hashable]) -> bool:
+        """Whether the value was made for this stamp; then the current stream comes after what made it."""
+        made_for, value, _ = self._kept
+        if made_for is None or stamp != made_for or None in stamp:
+            return False
+        if self._streams is not None and not self._streams.know():
+            with self._lock:
+                self._streams.read(value)
+        return True
+
+
+@contextmanager
+def rewritten(values: Sequence[Refreshed[Any]], stamps: Iterable[Sequence[Hashable]]) -> Iterator[None]:
+    """Inside, all of these values are rewritten in place; then each is for its stamp, asked for in turn."""
+    with _together, ExitStack() as locks:
+        for value in values:
+            locks.enter_context(value._lock)
+            if value._streams is not None:
+                value._streams.write()
+            value._kept = None, value.value, ()  # nobody's, should this fail
+        yield
+        for value, stamp in zip(values, stamps, strict=True):
+            value._kept = stamp, value.value, ()
+            value.version += 1
+
+
+_together = threading.RLock()  # who rewrites several takes their locks in any order
 
 
 # --- whether a tensor was written to ---------------------------------------------------------------------------

@@ -2,17 +2,19 @@
 
 Of what is derived from a mask's tensors about half speaks of positions and lengths alone. The second run of a form is
 recorded, operation by operation; from then on only what hangs on the tensors is dispatched, with little Python between.
+On a GPU these operations become one launch after some more (`replayed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import replayed
 from .refreshed import memory_is_ours
 
 T = torch.Tensor
@@ -36,16 +38,28 @@ class Rerun:
         self._known: tuple[Hashable, _Recorded | None] = (None, None)
         self._follows = True
 
-    def __call__(self, inputs: Sequence[T | None], constants: tuple[Hashable, ...] = ()) -> Sequence[T]:
-        """What `compute` gives; other constants are another form, as other shapes are."""
+    @property
+    def follows(self) -> bool:
+        """Whether runs can be recorded, as far as is known."""
+        return self._follows
+
+    def __call__(
+        self, inputs: Sequence[T | None], constants: tuple[Hashable, ...] = (), standing: Collection[int] = ()
+    ) -> Sequence[T]:
+        """What `compute` gives; other constants are another form, as other shapes are.
+
+        standing: places of inputs that have the same memory in every run; those may be written to.
+        """
         told = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
         # the bits of floats, as -0.0 is 0.0
         form = (*[c.hex() if isinstance(c, float) else (type(c), c) for c in _leaves(constants)], *told)
+        if standing:
+            form = (*form, *[(n, inputs[n].data_ptr()) for n in standing])  # type: ignore[union-attr]
         known, recorded = self._known
         if known != form:
             self._known = form, None
         elif self._follows and memory_is_ours() and all(t is None or _is_plain(t) for t in inputs):
-            return self._record(form, inputs, constants) if recorded is None else recorded(inputs)
+            return self._record(form, inputs, constants) if recorded is None else recorded(inputs, standing)
         return self.compute(inputs, *constants)
 
     def _record(self, form: Hashable, inputs: Sequence[T | None], constants: tuple[Hashable, ...]) -> Sequence[T]:
@@ -100,7 +114,6 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable and not all(id(t) in self.slots for t in _written(func, args, kwargs)):
             self.follows = False  # what is kept would change from run to run
         self.follows &= not _hangs_on_contents(func, args)
-        self.follows &= not any(isinstance(v, ResultSlot) for v in _leaves([*step.kwargs.values()]))  # rare
         if step.reads:
             found = results if isinstance(results, tuple | list) else [results]
             self.follows &= all(isinstance(t, T) for t in found)
@@ -157,6 +170,8 @@ class _Recorded:
             needed |= step.reads
             self.steps.insert(0, (step, over))
         self._run = _as_function(recorder.inputs, self.steps, self.results)
+        self._runs = 0
+        self._replay: replayed.Replay | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -164,8 +179,14 @@ class _Recorded:
         kept = {id(t): t for step, _ in self.steps for t in _leaves([*step.args, *step.kwargs.values()])}
         return sum(t.nbytes for t in kept.values() if isinstance(t, T))
 
-    def __call__(self, inputs: Sequence[T | None]) -> list[T]:
-        return self._run(inputs)
+    def __call__(self, inputs: Sequence[T | None], standing: Collection[int] = ()) -> Sequence[T]:
+        if self._replay is not None:
+            return self._replay(inputs)
+        found = self._run(inputs)
+        self._runs += 1
+        if self._runs == replayed.AFTER:
+            self._replay = replayed.replay_of(self._run, inputs, found, standing)
+        return found
 
 
 def _as_function(
@@ -185,7 +206,8 @@ def _as_function(
 
     lines = ["def run(inputs):", f"    {''.join(f'v{n}, ' for n in range(inputs))}*_ = inputs"]
     for step, over in steps:
-        call = f"{said(_called(step.func))}({''.join(f'{said(a)}, ' for a in step.args)}**{said(step.kwargs)})"
+        named = [f"{name}={said(value)}" for name, value in step.kwargs.items()]
+        call = f"{said(_called(step.func))}({', '.join([*map(said, step.args), *named])})"
         alone = [str(r.type) for r in step.func._schema.returns] == ["Tensor"]
         lines.append(f"    {', '.join(map(said, step.results))}{'' if alone else ','} = {call}")
         if over:  # their memory is free for the next
@@ -212,14 +234,14 @@ def _without_repetitions(steps: list[RecordedOp], given_out: set[ResultSlot]) ->
     known: dict[Hashable, list[ResultSlot]] = {}
     same: dict[ResultSlot, ResultSlot] = {}
     for step in steps:
-        args = [_replaced(a, same) for a in step.args]
+        args, kwargs = [_replaced(a, same) for a in step.args], {k: _replaced(v, same) for k, v in step.kwargs.items()}
         if step.gives_argument and isinstance(args[0], ResultSlot):
             same[step.results[0]] = args[0]
             continue
-        key = (step.func, _key(args), *[(name, _key(v)) for name, v in step.kwargs.items()])
+        key = (step.func, _key(args), *[(name, _key(v)) for name, v in kwargs.items()])
         before = known.setdefault(key, step.results)
         if before is step.results or not given_out.isdisjoint(step.results):
-            kept.append(step._replace(args=args))
+            kept.append(step._replace(args=args, kwargs=kwargs))
         else:
             same.update(zip(step.results, before, strict=True))
     return kept

@@ -30,7 +30,7 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from . import streams
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
-from .derived import Derived, behind, derives_anew, plain_tensors, refresh, value_of
+from .derived import Derived, RefreshedTogether, behind, derives_anew, plain_tensors, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_cache, version
@@ -149,6 +149,7 @@ class TileLists(ABC):
         # placeholders: which tensor stands for them is said at the call
         self.captures = tuple(Capture(torch.empty((1,) * n, dtype=torch.int32, device="cpu")) for n in self.ranks)
         self._own = _OfThread(self._compute, extent.device)
+        self._refresh = RefreshedTogether([c for c in self.sources if isinstance(c, Derived)])
 
     @property
     def content(self) -> dict[str, object]:
@@ -170,7 +171,7 @@ class TileLists(ABC):
         given = {} if given is None else given
         values = [s.value if numbers is None else numbers.get(s, s.value) for s in self.scalars]
         if not derives_anew():
-            refresh(self.sources)
+            self._refresh()
         read = [value_of(c, given) for c in self.sources]
         if derives_anew():
             with plain_tensors():
@@ -181,10 +182,11 @@ class TileLists(ABC):
         borrowed = [isinstance(c, BorrowedCapture) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_borrowed in zip(read, borrowed, strict=True) if not is_borrowed]
         of_thread = self._own
+        standing = [n for n, c in enumerate(self.sources) if isinstance(c, Derived) and read[n] is c.kept]
 
         def make() -> list[T]:
             with plain_tensors():
-                made = list(of_thread.run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),)))
+                made = list(of_thread.run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),), standing))
             if not of_thread.kept.value or not may_cache():
                 return made
             for old, new in zip(of_thread.kept.value, made, strict=True):

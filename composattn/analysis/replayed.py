@@ -1,0 +1,159 @@
+"""A recorded run as a graph of the device (a CUDA graph): one launch in place of one for each operation.
+
+A replay reads and writes the memory that it was captured with: what differs from run to run is copied there, and what
+it gives is copied out. What it makes meanwhile lies in one pool of memory for all graphs of a device, so replays take
+turns: one thread at a time, and a stream waits for the one that replayed last. Memory is bound, so only small runs are
+captured; of others launches take a small part of the time.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .streams import streams_of
+
+T = torch.Tensor
+
+AFTER = 3  # recorded runs of a form: to capture one takes about a millisecond
+MOST_BYTES = 2**24  # of what a run reads and gives; a window table of 100,000 rows
+
+
+class Graph(Protocol):
+    """A run that was captured; called, it runs again on the same memory."""
+
+    def __call__(self) -> None: ...
+
+
+class CudaGraph:
+    """`run`, captured on a stream of its own; its errors are torch's."""
+
+    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        now, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        aside.wait_stream(now)
+        with torch.cuda.stream(aside), _no_collection():
+            # another thread may do what it likes meanwhile
+            self._graph.capture_begin(pool=turn_on(device).pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                self._graph.capture_end()
+        now.wait_stream(aside)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected: what ends there may ask something of the device that a capture forbids."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+GRAPHS: dict[str, Callable[[Callable[[], object], torch.device], Graph]] = {"cuda": CudaGraph}
+"""Who captures a run, by the type of device; on others each operation is dispatched."""
+
+
+class _Turn:
+    """Who replays on a device now, and the pool of memory that all its graphs share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock, self.streams = threading.RLock(), streams_of(device)
+        self.pool: Any = None if self.streams is None else torch.cuda.graph_pool_handle()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        if self.streams is not None:
+            self.streams.write()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+_turns: dict[torch.device, _Turn] = {}
+
+
+def turn_on(device: torch.device) -> _Turn:
+    """The one of this device."""
+    found = _turns.get(device)
+    return _turns.setdefault(device, _Turn(device)) if found is None else found
+
+
+class Replay:
+    """A run on inputs of one form, replayed. Results are the caller's, but those among the inputs.
+
+    standing: places of inputs that have the same memory in every run, and are read or written there.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[T | None]], Sequence[T]],
+        inputs: Sequence[T | None],
+        results: Sequence[T],
+        standing: Collection[int],
+    ) -> None:
+        self.device = results[0].device
+        moving = [(n, t) for n, t in enumerate(inputs) if t is not None and n not in standing]
+        self.moving = [(n, _memory_like(t)) for n, t in moving]
+        own = dict(self.moving)
+        read = [own.get(n, t) for n, t in enumerate(inputs)]
+        standing_ones = [inputs[n] for n in standing]
+        self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
+
+        def captured() -> None:
+            for (memory, stands), found in zip(self.given, run(read), strict=True):
+                if not stands:
+                    memory.copy_(found)
+
+        with turn_on(self.device):
+            self.graph = GRAPHS[self.device.type](captured, self.device)
+
+    def __call__(self, inputs: Sequence[T | None]) -> list[T]:
+        """What the run gives for inputs of its form, standing ones in the memory of the first."""
+        with turn_on(self.device):
+            for n, memory in self.moving:
+                memory.copy_(inputs[n])  # type: ignore[arg-type]
+            self.graph()
+            return [memory if stands else memory.clone() for memory, stands in self.given]
+
+
+def replay_of(
+    run: Callable[[Sequence[T | None]], Sequence[T]],
+    inputs: Sequence[T | None],
+    results: Sequence[T],
+    standing: Collection[int],
+) -> Replay | None:
+    """The run as one graph, where its device has graphs and it is small; None elsewhere, and where torch refuses."""
+    tensors = [*(t for t in inputs if t is not None), *results]
+    device = results[0].device
+    if device.type not in GRAPHS or any(t.device != device for t in tensors):
+        return None
+    # memory like that of expanded ones can't be written to
+    if sum(t.nbytes for t in tensors) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
+        return None
+    try:
+        return Replay(run, inputs, results, standing)
+    except RuntimeError as error:
+        warnings.warn(f"what a mask's tiles are derived by was not captured, and runs as it did: {error}", stacklevel=2)
+        return None
+
+
+def _is_among(t: T, tensors: Sequence[T | None]) -> bool:
+    return any(t is other for other in tensors)
+
+
+def _memory_like(t: T) -> T:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)

@@ -1,0 +1,227 @@
+"""Runs that a device replays as graphs give what they would give anew; graphs are stood for by runs on their memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import composattn as ca
+from composattn.analysis import matches, replayed
+from composattn.analysis.derived import Derived, Upkeep, derive
+from composattn.analysis.refreshed import no_caching
+from composattn.analysis.rerun import Rerun
+from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, TileLists
+from composattn.graph.expr import Capture, captures
+from composattn.mods import causal, document
+
+CPU = torch.device("cpu")
+RUNS = replayed.AFTER + 5
+
+
+class StandIn:
+    """What a graph does: runs again on the memory it was captured with; what it makes meanwhile is overwritten."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        self.run = run
+        StandIn.made += 1
+
+    def __call__(self) -> None:
+        StandIn.replays += 1
+        self.run()
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that has graphs, and looks at no number of a tensor, as a GPU does not."""
+    monkeypatch.setitem(replayed.GRAPHS, "cpu", StandIn)
+    monkeypatch.setattr(matches, "derives_anew", lambda: True)
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(StandIn, "replays", 0)
+    yield
+
+
+def sums(inputs: Sequence[Any], factor: int = 1) -> list[torch.Tensor]:
+    x, y = inputs
+    at = torch.arange(len(x))
+    return [(x + at).sort().values * factor, x if y is None else x.cumsum(0) + y]
+
+
+def test_a_replay_follows_its_inputs_and_gives_memory_of_its_own() -> None:
+    run, kept = Rerun(sums), []
+    for _ in range(RUNS):
+        x, y = torch.randint(0, 9, (20,)), torch.randint(0, 9, (20,))
+        kept.append((run((x, y), (3,)), sums((x, y), 3)))
+    for found, wanted in kept:
+        assert all(map(torch.equal, found, wanted))
+    assert (StandIn.made, StandIn.replays) == (1, RUNS - 2 - replayed.AFTER)
+
+
+def test_another_form_is_captured_anew() -> None:
+    run = Rerun(sums)
+    for n in (20, 30):
+        for factor in (1, 2):
+            for y in (None, torch.ones(n, dtype=torch.int64)):
+                for _ in range(RUNS):
+                    x = torch.randint(0, 9, (n,))
+                    assert all(map(torch.equal, run((x, y), (factor,)), sums((x, y), factor)))
+    assert StandIn.made == 8
+
+
+def test_expanded_inputs_and_large_ones_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Rerun(lambda inputs: [inputs[0] + 1])
+    for n in range(RUNS):
+        assert torch.equal(run((torch.tensor([n]).expand(9),))[0], torch.full((9,), n + 1))
+    monkeypatch.setattr(replayed, "MOST_BYTES", 100)
+    for n in range(RUNS):
+        assert torch.equal(run((torch.full((9,), n),))[0], torch.full((9,), n + 1))
+    assert not StandIn.made
+
+
+def test_a_refused_capture_is_said_once_and_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(run: Any, device: torch.device) -> Any:
+        raise RuntimeError("not permitted")
+
+    monkeypatch.setitem(replayed.GRAPHS, "cpu", refused)
+    run = Rerun(lambda inputs: [inputs[0] + 1])
+    with pytest.warns(UserWarning, match="not captured"):
+        for n in range(replayed.AFTER + 2):
+            run((torch.full((9,), n),))
+    assert torch.equal(run((torch.zeros(9),))[0], torch.ones(9))
+
+
+def test_standing_tensors_are_read_and_written_where_they_lie() -> None:
+    def compute(inputs: Sequence[Any]) -> list[torch.Tensor]:
+        x, table, kept = inputs
+        return [kept.copy_(x + table), x * table]
+
+    run, table, kept = Rerun(compute), torch.arange(5), torch.zeros(5, dtype=torch.int64)
+    for n in range(RUNS):
+        if n == RUNS - 1:
+            table = torch.arange(5) * 2  # of other memory: another form
+        x = torch.full((5,), n)
+        table.add_(1)
+        found, product = run((x, table, kept), (), (1, 2))
+        assert found is kept
+        assert torch.equal(kept, x + table) and torch.equal(product, x * table)
+    assert StandIn.replays
+
+
+def chain(ids: Capture) -> tuple[Derived, Derived, Derived]:
+    first = derive("first", lambda x: x + 1, ids)
+    second = derive("second", lambda x: x.cumsum(0), first)
+    return first, second, derive("both", lambda x, y: torch.stack([x, y]), ids, second)
+
+
+def values_of(ids: torch.Tensor) -> list[torch.Tensor]:
+    second = (ids + 1).cumsum(0)
+    return [ids + 1, second, torch.stack([ids, second])]
+
+
+def test_what_is_derived_is_brought_up_to_date_in_one_launch() -> None:
+    ids = torch.arange(6)
+    parts = chain(Capture(ids))
+    upkeep = Upkeep(parts[2:])
+    for n in range(RUNS):
+        ids.copy_(torch.randint(0, 9, (6,)))
+        before, versions = StandIn.replays, [d.version for d in parts]
+        upkeep()
+        assert all(map(torch.equal, [d.kept for d in parts], values_of(ids)))
+        assert [d.version - v for d, v in zip(parts, versions, strict=True)] == [1, 1, 1]
+        upkeep()
+        assert StandIn.replays - before == (n >= replayed.AFTER + 2)
+        assert all(d.is_up_to_date() for d in parts)
+
+
+def test_what_another_brought_up_to_date_is_read_where_it_lies() -> None:
+    ids = torch.arange(6)
+    parts = chain(Capture(ids))
+    upkeep = Upkeep(parts)
+    for _ in range(RUNS):
+        ids.copy_(torch.randint(0, 9, (6,)))
+        parts[0].refresh()
+        version = parts[0].version
+        upkeep()
+        assert parts[0].version == version
+        assert all(map(torch.equal, [d.kept for d in parts], values_of(ids)))
+    assert StandIn.replays
+
+
+def test_a_run_that_fails_leaves_nothing_that_counts_as_up_to_date() -> None:
+    ids, fails = torch.arange(6), [False]
+
+    def recipe(x: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise RuntimeError("no memory")
+        return x * 2
+
+    first = derive("plain", lambda x: x + 1, Capture(ids))
+    upkeep = Upkeep([first, derive("fails", recipe, first)])
+    ids.add_(1)
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        upkeep()
+    fails[0] = False
+    upkeep()
+    assert torch.equal(upkeep.derived[1].kept, (ids + 1) * 2)
+
+
+@pytest.mark.parametrize("kind", [KeyLists, QueryLists])
+def test_lists_of_new_contents_are_those_of_a_fresh_mask(kind: type[TileLists]) -> None:
+    def made(blocks: torch.Tensor, ids: torch.Tensor) -> TileLists:
+        mask = ca.BlockSparse(blocks, 32, partial=causal() & document(ids))
+        return kind(mask.expr, Extent(300, 300, 2, 1, CPU), (48, 80))
+
+    blocks, ids = torch.randint(0, 3, (2, 1, 10, 10), dtype=torch.int8), torch.arange(300) // 40
+    kept = made(blocks, ids)
+    before: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for n in range(RUNS):
+        wanted = made(blocks.clone(), ids.clone()).of_call()
+        if n % 2:
+            with no_caching():
+                found = kept.of_call()
+            before.append((found, wanted))  # nobody else's memory
+        else:
+            found = kept.of_call()
+        assert all(map(torch.equal, found, wanted))
+        blocks.copy_(torch.randint(0, 3, (2, 1, 10, 10)))
+        ids.copy_(torch.randint(0, 9, (300,)).sort().values)
+    assert StandIn.replays
+    for found, wanted in before:
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_documents_of_a_mask_in_many_threads() -> None:
+    ids = [torch.randint(0, 9, (300,)) for _ in range(4)]
+    masks = [causal() & document(i) for i in ids]
+    failed: list[object] = []
+
+    def work(n: int) -> None:
+        upkeep = Upkeep([d for d in (*captures(masks[n].expr),) if isinstance(d, Derived)] or derived_of(masks[n]))
+        for _ in range(10):
+            ids[n].copy_(torch.randint(0, 9, (300,)))
+            upkeep()
+            for d in upkeep.derived:
+                fresh = d.recipe(*[s.tensor for s in d.sources])
+                if not torch.equal(d.kept, fresh):
+                    failed.append(d)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed and StandIn.replays
+
+
+def derived_of(mask: Any) -> list[Derived]:
+    """The tables of its bands."""
+    from composattn.analysis.bands import ends_of, tile_intervals
+
+    return [c for c in captures(*ends_of(tile_intervals(mask.expr))) if isinstance(c, Derived)]
