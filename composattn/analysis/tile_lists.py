@@ -168,7 +168,7 @@ class TileLists(ABC):
         given: tensors that are read in place of captured ones. numbers: values of run-time numbers, by default those
         of now. queries, keys: where those of several sequences lie.
         """
-        given = {} if given is None else given
+        given = given or {}
         values = [s.value if numbers is None else numbers.get(s, s.value) for s in self.scalars]
         if not derives_anew():
             self._refresh()
@@ -182,7 +182,7 @@ class TileLists(ABC):
         borrowed = [isinstance(c, BorrowedCapture) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_borrowed in zip(read, borrowed, strict=True) if not is_borrowed]
         of_thread = self._own
-        standing = [n for n, c in enumerate(self.sources) if isinstance(c, Derived) and read[n] is c.kept]
+        standing = self._standing(read)
 
         def make() -> list[T]:
             with plain_tensors():
@@ -194,6 +194,10 @@ class TileLists(ABC):
             return of_thread.kept.value
 
         return of_thread.kept(seen, make, [*own, *places])
+
+    def _standing(self, read: Sequence[T]) -> list[int]:
+        """Which of what is read has the same memory in every call."""
+        return [n for n, c in enumerate(self.sources) if isinstance(c, Derived) and read[n] is c.kept]
 
     def _stamp(self, tensors: Sequence[T]) -> list[Hashable]:
         """Changes when one of these does."""
