@@ -193,8 +193,10 @@ def derived_anew(captures: Iterable[Capture] = (), given: Iterable[torch.Tensor]
 def derived_for_graph(
     captures: Iterable[Capture] = (), given: Iterable[torch.Tensor] = ()
 ) -> AbstractContextManager[None]:
-    """`derived_anew` where a CUDA graph records the call, unless that is so already; elsewhere nothing."""
-    return _NOTHING if derives_anew() or not refreshed.belongs_to_graph() else derived_anew(captures, given)
+    """`derived_anew` where a CUDA graph records the call, unless that is so already; elsewhere nobody asks again."""
+    if derives_anew():
+        return _NOTHING
+    return derived_anew(captures, given) if refreshed.belongs_to_graph() else refreshed.LookedOnce()
 
 
 def refresh(captures: Iterable[Capture]) -> None:

@@ -189,6 +189,10 @@ def belongs_to_graph() -> bool:
 
     The graph may be replayed when tensors hold something else.
     """
+    if not torch.cuda.is_initialized():
+        return False
+    if torch._C._cuda_getDevice() == _free.get():
+        return False
     if streams.is_capturing():
         return True
     trees, name = sys.modules.get("torch._inductor.cudagraph_trees"), "tree_manager_containers"
@@ -196,6 +200,24 @@ def belongs_to_graph() -> bool:
         return False  # before torch 2.13 threads that have no containers are not asked for them
     managers = [container.tree_manager for container in trees.get_obj(trees.local, name).values()]
     return any(m is not None and _runs_on(m.stream) for m in managers)
+
+
+_free: ContextVar[int | None] = ContextVar("free", default=None)  # the device, if its stream is no graph's
+
+
+class LookedOnce:
+    """Inside, `belongs_to_graph` says what it said before, of the device that is the current one now: that it is not.
+
+    A call asks a dozen times. To be entered where neither a capture begins nor the stream changes.
+    """
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _free.set(torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None)
+
+    def __exit__(self, *error: object) -> None:
+        _free.reset(self._token)
 
 
 def _runs_on(stream: torch.cuda.Stream) -> bool:

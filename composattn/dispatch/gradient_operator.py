@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..call.strides import ordered
+from ..call.strides import ordered, strides_of_ordered
 
 
 def differentiable(op: Any, backward: Any, said: int) -> None:
@@ -66,8 +66,13 @@ def empty_gradient(t: torch.Tensor) -> torch.Tensor:
 
 def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
     """What was found as the gradient of `t`, in that form; zeros where nothing was."""
-    empty = empty_gradient(t)
-    return empty.zero_() if found is None else in_form(found.to(t.dtype), empty)
+    if found is None:
+        return empty_gradient(t).zero_()
+    found = found.to(t.dtype)
+    # as it lies, where that is what was promised: memory only to compare with it takes microseconds
+    if t.ndim and found.shape == t.shape and found.stride() == strides_of_ordered(t, t.shape[-1]):
+        return found
+    return in_form(found, empty_gradient(t))
 
 
 def in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,12 @@ class BorrowedCapture(Capture):
 
     __slots__ = (
         "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_lies", "_seen", "_version",
-        "dependents", "epoch", "unwritten", "written_apart",
+        "counted", "dependents", "epoch", "unwritten", "written_apart",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = True) -> None:
+        """`counted`: whether anyone asks for writes; who trusts nothing that was derived before does not."""
+        self.counted = counted
         self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
@@ -109,6 +111,9 @@ class BorrowedCapture(Capture):
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
         if self.is_bound_to(tensor, tensor._cdata):
+            return
+        if not self.counted:
+            self._last, self._address, self._lies = tensor._cdata, tensor.data_ptr(), (tensor.shape, tensor.stride())
             return
         with _lock:
             _forget_tensor(self)
@@ -300,7 +305,7 @@ _idle: OrderedDict[BorrowedCapture, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> BorrowedCapture:
+def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage, counted: bool) -> BorrowedCapture:
     number = storage._cdata  # `id` is audited: 0.3 µs where somebody listens, as filelock does
 
     def ended(_: Any) -> None:
@@ -321,7 +326,7 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Borr
             _watched[number] = weakref.ref(storage, ended)
         found = _known.get(key)
         if found is None:
-            found = _known[key] = _taken_over(form) or BorrowedCapture()
+            found = _known[key] = _taken_over(form) or BorrowedCapture(counted)
             _of_storage.setdefault(number, []).append((key, form))
         return found
 
@@ -447,7 +452,10 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> BorrowedCapture 
     )  # fmt: skip
     capture = _known.get(key)
     if capture is None:
-        capture = _begin(key, (*key[2:], tensor.device, place), storage)
+        capture = _begin(key, (*key[2:], tensor.device, place), storage, user == EAGER)
+    if not capture.counted:
+        capture.follow(tensor)
+        return capture
     with _lock:
         capture.follow(tensor)
         if user == EAGER:

@@ -179,6 +179,7 @@ class WorkTables:
         ] = {}  # by the stream, where neither the tiles nor the lengths ever change
         self.lying: dict[int | None, torch.Tensor] = {}  # by the stream
         self._own = _ThreadTables()
+        self._streams_on = problem.device if has_streams(problem.device) else None
 
     @property
     def made(self) -> OrderedDict[Hashable, Refreshed[torch.Tensor | None]]:
@@ -217,9 +218,12 @@ class WorkTables:
                 made.popitem(last=False)
         return table  # type: ignore[return-value]
 
+    def _stream(self) -> int | None:
+        return None if self._streams_on is None else stream_handle(self._streams_on)
+
     def _as_they_lie(self) -> torch.Tensor:
         """Dense tiles in their own order, which hangs on no tensor: kept also by calls that keep nothing else."""
-        stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
+        stream = self._stream()
         found = self.lying.get(stream)
         if found is None:
             found = self.lying[stream] = self._make(NO_SEQUENCES, None, None)
@@ -236,7 +240,7 @@ class WorkTables:
             return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
     def _visits(self, sequences: Sequences, rows: int | None) -> TileVisits:
-        stream = stream_handle(self.problem.device) if has_streams(self.problem.device) else None
+        stream = self._stream()
         found = None if derives_anew() else self.dense.get(stream)
         if found is not None:
             return found
