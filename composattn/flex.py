@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from . import errors
+from .analysis.tiles import settled_tiles, tiles
 from .api import attention
-from .call.block_sparse import LISTS, TESTED, VISIBLE, BlockSparse, Table
+from .call.block_sparse import LISTS, TESTED, BlockSparse, Table
 from .call.inputs import OUT_ALONE, Inputs
 from .dispatch.plan_cache import planned_for
 from .graph.dynamo import dispatch_modes, function_modes, is_written_down
-from .graph.evaluate import Env, evaluate
 from .graph.expr import Dep, Expr
 from .graph.fingerprint import Fingerprint, fingerprint
 from .graph.scalar import Scalar
@@ -25,7 +25,6 @@ from .parallel import context
 
 KERNELS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # of torch, as kernel_options may name them
 _AUXILIARY = ("lse", "max_scores")  # what torch's AuxRequest may ask for
-_PAIRS_AT_ONCE = 1 << 24  # elements of a dense mask that are looked at together: 16 MiB of bools
 
 
 def flex_attention(
@@ -173,7 +172,8 @@ _ARGUMENTS = 4  # of a mask_mod
 def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     """The mask that a torch `BlockMask` means: its mask_mod where its lists add nothing, else both together.
 
-    Whether they do is found out once per BlockMask, at about the cost of having made it. Of one that was written to,
+    Whether they do is found out once per BlockMask, at the cost of some small operations and one wait; where bounds of
+    the mask leave blocks open, of looking at the pairs of those. Of one that was written to,
     or whose mask_mod means something else since, both count.
     """
     compiling = torch.compiler.is_compiling()
@@ -354,25 +354,18 @@ def _build(block_mask: Any) -> tuple[Mask, Mask]:
 
 
 def _lists_add_nothing(mask: Expr, table: Table, block_mask: Any) -> bool:
-    """Whether the lists say just what the mask says: nothing visible in unlisted blocks, full blocks full."""
-    kinds = table.tensor
-    if (mask.deps & Dep.B and kinds.shape[0] == 1) or (mask.deps & Dep.H and kinds.shape[1] == 1):
+    """Whether the lists say just what the mask says: nothing visible in unlisted blocks, full blocks full.
+
+    Bounds of the mask over each block settle most; only in those that they leave open each pair is looked at.
+    """
+    listed = table.tensor[:, :, :-1, :-1]
+    batch, heads = listed.shape[:2]
+    if (mask.deps & Dep.B and batch == 1) or (mask.deps & Dep.H and heads == 1):
         return False  # one list for all heads (batches), made from the first one's mask
-    q_len, kv_len = block_mask.seq_lengths
-    rows, columns = table.block
-    device = kinds.device
-    kv = torch.arange(kv_len, device=device)
-    chunk = max(1, _PAIRS_AT_ONCE // max(1, kv_len * kinds.shape[0] * kinds.shape[1]))
-    at = {
-        "b": torch.arange(kinds.shape[0], device=device).view(-1, 1, 1, 1),
-        "h": torch.arange(kinds.shape[1], device=device).view(1, -1, 1, 1),
-    }
-    for start in range(0, q_len, chunk):
-        q = torch.arange(start, min(start + chunk, q_len), device=device)
-        index = {**at, "q": q.view(-1, 1), "kv": kv, "q_len": q_len, "kv_len": kv_len}
-        visible = evaluate(mask, Env(index, float_dtype=torch.float32, device=device))
-        kind = kinds[:, :, q // rows][..., kv // columns]
-        listed = torch.where(kind == VISIBLE, True, (kind == TESTED) & visible)
-        if bool((listed != visible).any()):
+    lengths = tuple(block_mask.seq_lengths)
+    found = tiles(mask, *lengths, table.block, batch, heads, device=listed.device)
+    is_open = (listed != TESTED) & (listed != found)
+    for part, settled in settled_tiles(mask, is_open.nonzero(), *lengths, table.block, listed.device):
+        if not torch.equal(settled, listed[tuple(part.unbind(1))]):
             return False
     return True

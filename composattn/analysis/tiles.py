@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..errors import InvalidArgument
@@ -112,7 +114,17 @@ def _refine(
     mask: Expr, found: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
 ) -> None:
     """Settle partial tiles by their elements, some tiles at a time."""
-    where = (found == PARTIAL).nonzero()
+    for part, settled in settled_tiles(mask, (found == PARTIAL).nonzero(), q_len, kv_len, tile, device):
+        found[tuple(part.unbind(1))] = settled
+
+
+def settled_tiles(
+    mask: Expr, where: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The kinds of tiles by their elements, some at a time: int64 (tiles, 4), some rows of `where`, and int8 (tiles,).
+
+    where: (b, h, row, column) of each.
+    """
     offsets = [
         torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)
     ]
@@ -124,5 +136,4 @@ def _refine(
         lengths = {"q_len": torch.tensor(q_len, device=device), "kv_len": torch.tensor(kv_len, device=device)}
         env = Env({"b": b, "h": h, "q": q, "kv": kv, **lengths}, device=device, float_dtype=torch.float32)
         visible = evaluate(mask, env).expand(len(part), *tile).flatten(1)
-        settled = visible.any(1).to(torch.int8) + visible.all(1).to(torch.int8)
-        found[tuple(part.unbind(1))] = settled
+        yield part, visible.any(1).to(torch.int8) + visible.all(1).to(torch.int8)
