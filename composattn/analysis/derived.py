@@ -274,16 +274,17 @@ class _Together:
         self.sources = sorted(sources, key=lambda s: isinstance(s, Derived))  # those last, which stay where they are
         moving = sum(not isinstance(s, Derived) for s in self.sources)
         self._standing = range(moving, len(self.sources) + len(parts))
+        self._kept, self._made = [d._with_memory() for d in parts], [d._made for d in parts]
         self._run = Rerun(self._compute)
 
     def __call__(self) -> bool:
         """Whether it made them: not so where a run can't be recorded."""
-        tensors = [*[s.tensor for s in self.sources], *[d._with_memory() for d in self.parts]]
+        tensors = [*[s.tensor for s in self.sources], *self._kept]
         if not self._run.follows or any(map(is_functorch_wrapped_tensor, tensors)):
             return False
         now = dict(zip(self.sources, stamps(self.sources), strict=True))
         of_parts = (tuple([now[s] if s in now else stamp(s) for s in d.sources]) for d in self.parts)
-        with plain_tensors(), rewritten([d._made for d in self.parts], of_parts):
+        with plain_tensors(), rewritten(self._made, of_parts):
             self._run(tensors, standing=self._standing)
         return True
 
@@ -334,10 +335,16 @@ def stamp(source: Capture) -> Hashable:
         return source._made.version
     if not isinstance(source, BorrowedCapture):
         return version(source.tensor)
-    if source.unwritten is not None and distrusted() is None:  # found out when it was borrowed
+    since = distrusted()
+    if source.unwritten is not None and since is None:  # found out when it was borrowed
         return source.unwritten
+    if since is not None and source.stamped is not None and source.stamped[0] is since:
+        return source.stamped[1]
     now = version(source.tensor)
-    return None if now is None else (now, source.epoch)
+    found = None if now is None else (now, source.epoch)
+    if not source.counted:
+        source.stamped = since, found
+    return found
 
 
 def stamps(sources: Iterable[Capture]) -> list[Hashable]:

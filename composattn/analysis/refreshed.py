@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -94,16 +94,21 @@ class Refreshed(Generic[V]):
 @contextmanager
 def rewritten(values: Sequence[Refreshed[Any]], stamps: Iterable[Sequence[Hashable]]) -> Iterator[None]:
     """Inside, all of these values are rewritten in place; then each is for its stamp, asked for in turn."""
-    with _together, ExitStack() as locks:
+    with _together:
         for value in values:
-            locks.enter_context(value._lock)
-            if value._streams is not None:
-                value._streams.write()
-            value._kept = None, value.value, ()  # nobody's, should this fail
-        yield
-        for value, stamp in zip(values, stamps, strict=True):
-            value._kept = stamp, value.value, ()
-            value.version += 1
+            value._lock.acquire()
+        try:
+            for value in values:
+                if value._streams is not None:
+                    value._streams.write()
+                value._kept = None, value.value, ()  # nobody's, should this fail
+            yield
+            for value, stamp in zip(values, stamps, strict=True):
+                value._kept = stamp, value.value, ()
+                value.version += 1
+        finally:
+            for value in values:
+                value._lock.release()
 
 
 _together = threading.RLock()  # who rewrites several takes their locks in any order

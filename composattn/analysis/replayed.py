@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .streams import streams_of
+from .streams import has_streams, stream_handle, streams_of
 
 T = torch.Tensor
 
@@ -118,16 +118,33 @@ class Replay:
                 if not stands:
                     memory.copy_(found)
 
+        self._streams_on = self.device if has_streams(self.device) else None
+        self._known = {self._stream()}
         with turn_on(self.device):
             self.graph = GRAPHS[self.device.type](captured, self.device)
 
     def __call__(self, inputs: Sequence[T | None]) -> list[T]:
         """What the run gives for inputs of its form, standing ones in the memory of the first."""
         with turn_on(self.device):
+            if self._stream() not in self._known:
+                self._meet_stream()
             for n, memory in self.moving:
                 memory.copy_(inputs[n])  # type: ignore[arg-type]
             self.graph()
             return [memory if stands else memory.clone() for memory, stands in self.given]
+
+    def _stream(self) -> int | None:
+        return None if self._streams_on is None else stream_handle(self._streams_on)
+
+    def _meet_stream(self) -> None:
+        """The memory is no one else's before the current stream is done with it."""
+        now = torch.cuda.current_stream(self.device)
+        self._known.add(now.cuda_stream)
+        for _, memory in self.moving:
+            memory.record_stream(now)
+        for memory, stands in self.given:
+            if not stands:
+                memory.record_stream(now)
 
 
 def replay_of(

@@ -50,11 +50,12 @@ class Rerun:
 
         standing: places of inputs that have the same memory in every run; those may be written to.
         """
-        told = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
+        told = [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, n in standing and t.data_ptr())
+            for n, t in enumerate(inputs)
+        ]
         # the bits of floats, as -0.0 is 0.0
         form = (*[c.hex() if isinstance(c, float) else (type(c), c) for c in _leaves(constants)], *told)
-        if standing:
-            form = (*form, *[(n, inputs[n].data_ptr()) for n in standing])  # type: ignore[union-attr]
         known, recorded = self._known
         if known != form:
             self._known = form, None

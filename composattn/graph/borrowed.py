@@ -55,12 +55,14 @@ class BorrowedCapture(Capture):
 
     __slots__ = (
         "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_lies", "_seen", "_version",
-        "counted", "dependents", "epoch", "unwritten", "written_apart",
+        "counted", "dependents", "epoch", "stamped", "unwritten", "written_apart",
     )  # fmt: skip
 
     def __init__(self, counted: bool = True) -> None:
         """`counted`: whether anyone asks for writes; who trusts nothing that was derived before does not."""
         self.counted = counted
+        # of one that is not: who trusts nothing from before, and what it was told of this memory
+        self.stamped: tuple[object, Hashable] | None = None
         self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
@@ -113,6 +115,8 @@ class BorrowedCapture(Capture):
         if self.is_bound_to(tensor, tensor._cdata):
             return
         if not self.counted:
+            if (self._last, self._address) != (tensor._cdata, tensor.data_ptr()):
+                self.stamped = None
             self._last, self._address, self._lies = tensor._cdata, tensor.data_ptr(), (tensor.shape, tensor.stride())
             return
         with _lock:
@@ -162,7 +166,7 @@ class BorrowedCapture(Capture):
 
     def ended(self) -> None:
         """Its memory is gone: whatever tensor comes at that address is another one."""
-        self._last = self._is_of_form = self.unwritten = None
+        self._last = self._is_of_form = self.unwritten = self.stamped = None
 
     def __repr__(self) -> str:
         try:
