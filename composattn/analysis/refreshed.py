@@ -196,7 +196,7 @@ def belongs_to_graph() -> bool:
     """
     if not torch.cuda.is_initialized():
         return False
-    if torch._C._cuda_getDevice() == _free.get():
+    if torch.cuda.current_device() == _free.get():
         return False
     if streams.is_capturing():
         return True
@@ -219,7 +219,7 @@ class LookedOnce:
     __slots__ = ("_token",)
 
     def __enter__(self) -> None:
-        self._token = _free.set(torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None)
+        self._token = _free.set(torch.cuda.current_device() if torch.cuda.is_initialized() else None)
 
     def __exit__(self, *error: object) -> None:
         _free.reset(self._token)

@@ -59,7 +59,7 @@ def is_capturing() -> bool:
     """Whether a CUDA graph records what is put into the current stream."""
     if not torch.cuda.is_initialized():  # asking whether a GPU is there takes as long
         return False
-    return is_captured(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+    return is_captured(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 def is_captured(stream: int) -> bool:
@@ -78,4 +78,4 @@ def stream_handle(device: torch.device) -> int:
 
 def device_number(device: torch.device) -> int:
     """The number of a GPU: that of the current one if `device` names none."""
-    return torch._C._cuda_getDevice() if device.index is None else device.index
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -123,6 +123,41 @@ def test_a_block_mask_that_says_what_its_mask_says_leaves_the_mask_alone() -> No
     assert mask_of(made, q, q).expr is ca.mask(causal).expr
 
 
+def scattered(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q * 7 + kv * kv) % 11 < 4
+
+
+KINDS = {
+    "as the mask says": lambda kinds, at: kinds,
+    "one hidden": lambda kinds, at: kinds.index_put((at,), torch.tensor(0, dtype=torch.int8)),
+    "one tested": lambda kinds, at: kinds.index_put((at,), torch.tensor(1, dtype=torch.int8)),
+    "one whole": lambda kinds, at: kinds.index_put((at,), torch.tensor(2, dtype=torch.int8)),
+}
+
+
+@pytest.mark.parametrize("mask", [causal, window, head_window, scattered])
+@pytest.mark.parametrize("change", KINDS)
+def test_lists_add_nothing_where_each_pair_says_so(mask: Mod, change: str, generator: torch.Generator) -> None:
+    """Bounds of a mask over blocks and the pairs of open ones say what all pairs say."""
+    heads, block = (3 if mask is head_window else 1), 16
+    pairs = torchs.create_mask(mask, 2 if mask is head_window else None, heads, LENGTH, LENGTH, device="cpu")
+    rows = -(-LENGTH // block)
+    padded = [torch.nn.functional.pad(t, (0, rows * block - LENGTH) * 2, value=v) for t, v in ((pairs, 0), (pairs, 1))]
+    some, every = (t.unflatten(3, (rows, block)).unflatten(2, (rows, block)) for t in padded)
+    true = some.any(-1).any(3).to(torch.int8) + every.all(-1).all(3).to(torch.int8)
+    for _ in range(6):
+        at = torch.randint(0, true.numel(), (1,), generator=generator)
+        kinds = KINDS[change](true.flatten(), at).view(true.shape)
+        whole = kinds.repeat_interleave(block, 2).repeat_interleave(block, 3)[..., :LENGTH, :LENGTH]
+        listed = torch.where(whole == 2, True, (whole == 1) & pairs)
+        partial, full = (torchs._dense_to_ordered(kinds == kind) for kind in (1, 2))
+        blocks = torchs.BlockMask.from_kv_blocks(
+            *partial, *full, BLOCK_SIZE=block, mask_mod=mask, seq_lengths=(LENGTH, LENGTH)
+        )
+        inner, found = flex._build(blocks)
+        assert (found is inner) == torch.equal(listed, pairs)
+
+
 def test_block_mask_of_other_lengths_is_refused(generator: torch.Generator) -> None:
     q, k, v = inputs(generator)
     made = torchs.create_block_mask(causal, None, None, 64, 64, device="cpu")
