@@ -25,7 +25,7 @@ from ..graph.borrowed import BorrowedCapture
 from ..graph.expr import Capture
 from ..graph.foreign import is_fake, mode_of
 from . import refreshed, replayed
-from .refreshed import Refreshed, distrusted, rewritten, version
+from .refreshed import Refreshed, Rewriting, distrusted, version
 from .rerun import Rerun
 from .streams import has_streams, stream_handle
 
@@ -196,6 +196,8 @@ def derived_for_graph(
     """`derived_anew` where a CUDA graph records the call, unless that is so already; elsewhere nobody asks again."""
     if derives_anew():
         return _NOTHING
+    if refreshed.has_looked():
+        return _NOTHING
     return derived_anew(captures, given) if refreshed.belongs_to_graph() else refreshed.LookedOnce()
 
 
@@ -274,18 +276,20 @@ class _Together:
         self.sources = sorted(sources, key=lambda s: isinstance(s, Derived))  # those last, which stay where they are
         moving = sum(not isinstance(s, Derived) for s in self.sources)
         self._standing = range(moving, len(self.sources) + len(parts))
-        self._kept, self._made = [d._with_memory() for d in parts], [d._made for d in parts]
+        self._kept, self._rewriting = [d._with_memory() for d in parts], Rewriting([d._made for d in parts])
         self._run = Rerun(self._compute)
 
     def __call__(self) -> bool:
         """Whether it made them: not so where a run can't be recorded."""
-        tensors = [*[s.tensor for s in self.sources], *self._kept]
-        if not self._run.follows or any(map(is_functorch_wrapped_tensor, tensors)):
+        if not self._run.follows:
+            return False
+        tensors = [s.tensor for s in self.sources]
+        if True in map(is_functorch_wrapped_tensor, tensors):
             return False
         now = dict(zip(self.sources, stamps(self.sources), strict=True))
-        of_parts = (tuple([now[s] if s in now else stamp(s) for s in d.sources]) for d in self.parts)
-        with plain_tensors(), rewritten(self._made, of_parts):
-            self._run(tensors, standing=self._standing)
+        with plain_tensors(), self._rewriting as values:
+            self._run((*tensors, *self._kept), standing=self._standing)
+            values.done(lambda n: tuple([now[s] if s in now else stamp(s) for s in self.parts[n].sources]))
         return True
 
     def _compute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
@@ -91,24 +90,34 @@ class Refreshed(Generic[V]):
         return True
 
 
-@contextmanager
-def rewritten(values: Sequence[Refreshed[Any]], stamps: Iterable[Sequence[Hashable]]) -> Iterator[None]:
-    """Inside, all of these values are rewritten in place; then each is for its stamp, asked for in turn."""
-    with _together:
-        for value in values:
+class Rewriting:
+    """Inside, all of these values are rewritten in place; `done` says for which stamps."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Sequence[Refreshed[Any]]) -> None:
+        self._values = values
+
+    def __enter__(self) -> Rewriting:
+        _together.acquire()
+        for value in self._values:
             value._lock.acquire()
-        try:
-            for value in values:
-                if value._streams is not None:
-                    value._streams.write()
-                value._kept = None, value.value, ()  # nobody's, should this fail
-            yield
-            for value, stamp in zip(values, stamps, strict=True):
-                value._kept = stamp, value.value, ()
-                value.version += 1
-        finally:
-            for value in values:
-                value._lock.release()
+        for value in self._values:
+            if value._streams is not None:
+                value._streams.write()
+            value._kept = None, value._kept[1], ()  # nobody's, should this fail
+        return self
+
+    def done(self, stamp_of: Callable[[int], Sequence[Hashable]]) -> None:
+        """Each is now for the stamp of its place, asked for in turn: it may speak of those before."""
+        for n, value in enumerate(self._values):
+            value._kept = stamp_of(n), value._kept[1], ()
+            value.version += 1
+
+    def __exit__(self, *error: object) -> None:
+        for value in self._values:
+            value._lock.release()
+        _together.release()
 
 
 _together = threading.RLock()  # who rewrites several takes their locks in any order
@@ -149,18 +158,23 @@ _distrust: ContextVar[object] = ContextVar("distrust", default=None)
 distrusted = _distrust.get  # what stands for the block that this is, None outside of any
 
 
-@contextmanager
-def distrusting(since: object = None) -> Iterator[None]:
+class distrusting:  # noqa: N801  a context, written as a function is; a generator would take twice the time
     """Inside, no tensor counts as unwritten since before: what comes from it is made anew, once.
 
     since: an object of the caller's that stands for an earlier such block, where tensors of the same memory hold now
     what they held then, as those that a backward gets do. What was made there, and not again since, stands.
     """
-    token = _distrust.set(object() if since is None else since)
-    try:
-        yield
-    finally:
-        _distrust.reset(token)
+
+    __slots__ = ("_since", "_token")
+
+    def __init__(self, since: object = None) -> None:
+        self._since = object() if since is None else since
+
+    def __enter__(self) -> None:
+        self._token = _distrust.set(self._since)
+
+    def __exit__(self, *error: object) -> None:
+        _distrust.reset(self._token)
 
 
 # --- whether memory that a call makes may outlive it -----------------------------------------------------------
@@ -174,14 +188,16 @@ def may_cache() -> bool:
     return _may_cache.get()
 
 
-@contextmanager
-def no_caching() -> Iterator[None]:
+class no_caching:  # noqa: N801  as above
     """Inside, nothing that is made is held on to; what was kept before may be used."""
-    token = _may_cache.set(False)
-    try:
-        yield
-    finally:
-        _may_cache.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _may_cache.set(False)
+
+    def __exit__(self, *error: object) -> None:
+        _may_cache.reset(self._token)
 
 
 def memory_is_ours() -> bool:
@@ -196,7 +212,7 @@ def belongs_to_graph() -> bool:
     """
     if not torch.cuda.is_initialized():
         return False
-    if torch.cuda.current_device() == _free.get():
+    if streams.current_device() == _free.get():
         return False
     if streams.is_capturing():
         return True
@@ -210,6 +226,12 @@ def belongs_to_graph() -> bool:
 _free: ContextVar[int | None] = ContextVar("free", default=None)  # the device, if its stream is no graph's
 
 
+def has_looked() -> bool:
+    """Whether this is inside of a `LookedOnce` of the device that is the current one."""
+    free = _free.get()
+    return free is not None and free == streams.current_device()
+
+
 class LookedOnce:
     """Inside, `belongs_to_graph` says what it said before, of the device that is the current one now: that it is not.
 
@@ -219,7 +241,7 @@ class LookedOnce:
     __slots__ = ("_token",)
 
     def __enter__(self) -> None:
-        self._token = _free.set(torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        self._token = _free.set(streams.current_device() if torch.cuda.is_initialized() else None)
 
     def __exit__(self, *error: object) -> None:
         _free.reset(self._token)

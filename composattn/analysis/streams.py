@@ -36,6 +36,8 @@ class Streams:
 
     def write(self) -> None:
         """The current stream is about to write, and is the only one that comes after it."""
+        if len(self._knowing) == 1 and self.know():  # it wrote last, and nobody else has read: 4 µs less
+            return
         if is_capturing():
             return
         now = torch.cuda.current_stream(self._device)
@@ -59,7 +61,7 @@ def is_capturing() -> bool:
     """Whether a CUDA graph records what is put into the current stream."""
     if not torch.cuda.is_initialized():  # asking whether a GPU is there takes as long
         return False
-    return is_captured(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return is_captured(torch._C._cuda_getCurrentRawStream(current_device()))
 
 
 def is_captured(stream: int) -> bool:
@@ -70,6 +72,15 @@ def is_captured(stream: int) -> bool:
     return stream != DEFAULT_STREAM and torch._C._cuda_isCurrentStreamCapturing()
 
 
+_device_now = getattr(torch._C, "_cuda_getDevice", None)  # not in a build for CPUs
+
+
+def current_device() -> int:
+    """The number of the current GPU, where CUDA is in use."""
+    # torch.cuda.current_device first looks whether it is
+    return torch.cuda.current_device() if _device_now is None else _device_now()
+
+
 def stream_handle(device: torch.device) -> int:
     """The stream that work on `device`, which has some, is put into now."""
     # torch.cuda.current_stream makes an object each time
@@ -78,4 +89,4 @@ def stream_handle(device: torch.device) -> int:
 
 def device_number(device: torch.device) -> int:
     """The number of a GPU: that of the current one if `device` names none."""
-    return torch.cuda.current_device() if device.index is None else device.index
+    return current_device() if device.index is None else device.index

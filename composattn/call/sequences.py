@@ -210,6 +210,8 @@ def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) ->
             "Attention, which calls it"
         )
     cu_q, cu_k, used_q, used_k, table, used = tensors
+    if cu_q is None and table is None:
+        return None, None
     max_q, max_k = (None if surely(m < 0) else m for m in numbers[:2])
     varlen, paged = None, None
     if cu_q is not None:

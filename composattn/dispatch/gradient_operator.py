@@ -69,10 +69,15 @@ def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
     if found is None:
         return empty_gradient(t).zero_()
     found = found.to(t.dtype)
-    # as it lies, where that is what was promised: memory only to compare with it takes microseconds
-    if t.ndim and found.shape == t.shape and found.stride() == strides_of_ordered(t, t.shape[-1]):
+    return in_order(found, t) if t.ndim else in_form(found, empty_gradient(t))
+
+
+def in_order(found: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """`found` in the order of dimensions of `t`, its last one aside; itself, where it lies so."""
+    # memory only to compare with it would take microseconds
+    if found.stride() == strides_of_ordered(t, found.shape[-1]):
         return found
-    return in_form(found, empty_gradient(t))
+    return in_form(found, ordered(t, found.shape[-1], found.dtype))
 
 
 def in_form(t: torch.Tensor, form: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ from ..graph.expr import Capture
 from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
-from .gradient_operator import differentiable, gradient_of, in_form
+from .gradient_operator import differentiable, gradient_of, in_order
 from .plan_cache import planned_of
 from .planned import Planned, asked_of, refuse_gradient
 from .plans import Options
@@ -103,6 +103,7 @@ class OperatorCall(NamedTuple):
     planned: Planned
     leaves: tuple[Capture, ...]
     around: AbstractContextManager[Any]
+    borrowed: Borrowed | None = None
 
     def replaced(self, captured: Sequence[torch.Tensor]) -> Mapping[Capture, torch.Tensor]:
         """The tensors that are read in place of those that the mods hold."""
@@ -110,9 +111,9 @@ class OperatorCall(NamedTuple):
 
 
 def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> OperatorCall:
-    refuse_other_leaves(form, captured, hints[HINTS:])
-    known = _plans.get(plan)
+    known = _plans.get(plan) if plan >= 0 else None
     if known is not None and known.serialized is not None and known.serialized.form == form:
+        refuse_other_leaves(form, captured, hints[HINTS:])
         held = tuple(map(Capture, known.serialized.tensors))
         return OperatorCall(
             known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured)
@@ -122,7 +123,7 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     planned, borrowed = planned_of(forms, leaves, options, "operator")
     if borrowed is None:
         return OperatorCall(planned, tuple(map(Capture, captured)), distrusting(since))
-    return OperatorCall(planned, tuple(borrowed.captures), _Distrusted(borrowed, since))
+    return OperatorCall(planned, borrowed.captures, _Distrusted(borrowed, since), borrowed)
 
 
 def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
@@ -136,6 +137,8 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
     Raises: `UnreadableProgram`.
     """
     refuse_other_leaves(form, captured, numbers)
+    if not numbers:
+        return [*captured]
     tensors, left = iter(captured), iter(numbers)
     leaves: list[Any] = []
     for place, kind in enumerate(parse(form)[2]):
@@ -218,10 +221,11 @@ def attend(
     saved = _saved(q, len(hints) - HINTS)
     if numbers:
         saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    saved.untyped_storage().composattn_of = planned, now, Lay((*captured, *lengths))  # type: ignore[attr-defined]
+    said = _Said(planned, now, Lay((*captured, *lengths)), bound.borrowed if len(hints) == HINTS else None)
+    saved.untyped_storage().composattn_of = said  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     dtype = planned.options.out_dtype or q.dtype
-    return in_form(out.to(dtype), ordered(q, v.shape[-1], dtype)), lse, max_scores, saved
+    return in_order(out.to(dtype), q), lse, max_scores, saved
 
 
 @attend.register_fake
@@ -253,10 +257,10 @@ def attend_backward(
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
     with derived_for_graph():
-        _, then, lay = _forward_of(saved)
-        if lay is not None:
-            lay.refuse_moved((*captured, *lengths))
-        bound = _bound(form, plan, captured, hints, then)
+        said = _forward_of(saved)
+        if said is not None:
+            said.lay.refuse_moved((*captured, *lengths))
+        bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, said and said.now)
         captures = bound.planned.program.captures
         asked: dict[Capture, bool] = {}
         for capture, want in zip(bound.leaves, wanted[3:], strict=True):
@@ -291,10 +295,33 @@ def _differentiable(
     return planned.prepared(inputs).begin(numbers, inputs.sequences, return_max_scores)
 
 
-def _forward_of(saved: torch.Tensor) -> tuple[Planned | None, object, Lay | None]:
+class _Said:
+    """What a forward says to its backward, which holds none of its tensors."""
+
+    __slots__ = ("_borrowed", "lay", "now", "planned")
+
+    def __init__(self, planned: Planned, now: object, lay: Lay, borrowed: Borrowed | None) -> None:
+        """`borrowed`: what the forward did, where nothing but tensors is read."""
+        self.planned, self.now, self.lay = planned, now, lay
+        self._borrowed = None if borrowed is None else (borrowed.captures, borrowed.epoch)
+
+    def bound_again(self, captured: Sequence[torch.Tensor]) -> OperatorCall | None:
+        """The backward's call by what its forward found, where all captures still stand for these tensors."""
+        if self._borrowed is None or active():
+            return None
+        captures, epoch = self._borrowed
+        if len(captures) != len(captured):
+            return None
+        for capture, tensor in zip(captures, captured, strict=True):
+            if not capture.stands_for(tensor):
+                return None
+        borrowed = Borrowed(captures, captured, (None,) * len(captures), epoch)
+        return OperatorCall(self.planned, captures, _Distrusted(borrowed, self.now), borrowed)
+
+
+def _forward_of(saved: torch.Tensor) -> _Said | None:
     """What the forward said of its moment; nothing where a CUDA graph is captured: it may be replayed beside others."""
-    said = None if streams.is_capturing() else getattr(saved.untyped_storage(), "composattn_of", None)
-    return (None, None, None) if said is None else said
+    return None if streams.is_capturing() else getattr(saved.untyped_storage(), "composattn_of", None)
 
 
 def _saved(q: torch.Tensor, numbers: int) -> torch.Tensor:

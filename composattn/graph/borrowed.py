@@ -110,6 +110,14 @@ class BorrowedCapture(Capture):
             self._mark(tensor)
         return True
 
+    def stands_for(self, tensor: torch.Tensor) -> bool:
+        """Whether memory that has not ended, and the form, are those of `tensor`, by whatever counter."""
+        return (
+            self._last is not None
+            and tensor.data_ptr() == self._address
+            and self._lies == (tensor.shape, tensor.stride())
+        )
+
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
         if self.is_bound_to(tensor, tensor._cdata):
