@@ -158,7 +158,7 @@ _distrust: ContextVar[object] = ContextVar("distrust", default=None)
 distrusted = _distrust.get  # what stands for the block that this is, None outside of any
 
 
-class distrusting:  # noqa: N801  a context, written as a function is; a generator would take twice the time
+class distrusting:
     """Inside, no tensor counts as unwritten since before: what comes from it is made anew, once.
 
     since: an object of the caller's that stands for an earlier such block, where tensors of the same memory hold now
@@ -188,7 +188,7 @@ def may_cache() -> bool:
     return _may_cache.get()
 
 
-class no_caching:  # noqa: N801  as above
+class no_caching:
     """Inside, nothing that is made is held on to; what was kept before may be used."""
 
     __slots__ = ("_token",)

@@ -93,7 +93,7 @@ def turn_on(device: torch.device) -> _Turn:
 
 
 class Replay:
-    """A run on inputs of one form, replayed. Results are the caller's, but those among the inputs.
+    """A run on inputs of one form, replayed. Results are the caller's, but those among the inputs and those `for_now`.
 
     standing: places of inputs that have the same memory in every run, and are read or written there.
     """
@@ -123,15 +123,18 @@ class Replay:
         with turn_on(self.device):
             self.graph = GRAPHS[self.device.type](captured, self.device)
 
-    def __call__(self, inputs: Sequence[T | None]) -> list[T]:
-        """What the run gives for inputs of its form, standing ones in the memory of the first."""
+    def __call__(self, inputs: Sequence[T | None], for_now: bool = False) -> list[T]:
+        """What the run gives for inputs of its form, standing ones in the memory of the first.
+
+        for_now: whoever asks has read it, on this stream, before the next run is asked for; it is not copied.
+        """
         with turn_on(self.device):
             if self._stream() not in self._known:
                 self._meet_stream()
             for n, memory in self.moving:
                 memory.copy_(inputs[n])  # type: ignore[arg-type]
             self.graph()
-            return [memory if stands else memory.clone() for memory, stands in self.given]
+            return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
 
     def _stream(self) -> int | None:
         return None if self._streams_on is None else stream_handle(self._streams_on)

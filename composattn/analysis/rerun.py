@@ -44,11 +44,16 @@ class Rerun:
         return self._follows
 
     def __call__(
-        self, inputs: Sequence[T | None], constants: tuple[Hashable, ...] = (), standing: Collection[int] = ()
+        self,
+        inputs: Sequence[T | None],
+        constants: tuple[Hashable, ...] = (),
+        standing: Collection[int] = (),
+        for_now: bool = False,
     ) -> Sequence[T]:
         """What `compute` gives; other constants are another form, as other shapes are.
 
-        standing: places of inputs that have the same memory in every run; those may be written to.
+        standing: places of inputs that have the same memory in every run; those may be written to. for_now: whoever
+        asks has read the results, on this stream and in this thread, before the next run is asked for.
         """
         told = [
             None if t is None else (t.shape, t.stride(), t.dtype, t.device, n in standing and t.data_ptr())
@@ -60,7 +65,7 @@ class Rerun:
         if known != form:
             self._known = form, None
         elif self._follows and memory_is_ours() and all(t is None or _is_plain(t) for t in inputs):
-            return self._record(form, inputs, constants) if recorded is None else recorded(inputs, standing)
+            return self._record(form, inputs, constants) if recorded is None else recorded(inputs, standing, for_now)
         return self.compute(inputs, *constants)
 
     def _record(self, form: Hashable, inputs: Sequence[T | None], constants: tuple[Hashable, ...]) -> Sequence[T]:
@@ -180,9 +185,11 @@ class _Recorded:
         kept = {id(t): t for step, _ in self.steps for t in _leaves([*step.args, *step.kwargs.values()])}
         return sum(t.nbytes for t in kept.values() if isinstance(t, T))
 
-    def __call__(self, inputs: Sequence[T | None], standing: Collection[int] = ()) -> Sequence[T]:
+    def __call__(
+        self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: bool = False
+    ) -> Sequence[T]:
         if self._replay is not None:
-            return self._replay(inputs)
+            return self._replay(inputs, for_now)
         found = self._run(inputs)
         self._runs += 1
         if self._runs == replayed.AFTER:

@@ -185,13 +185,17 @@ class TileLists(ABC):
         standing = self._standing(read)
 
         def make() -> list[T]:
+            kept, keeps = of_thread.kept.value, may_cache()
+            # copied into what is kept; or a call reads it that keeps nothing
+            for_now = bool(kept) or not keeps
+            of_form = [*read, _lengths(*queries), _lengths(*keys)], (tuple(values),), standing, for_now
             with plain_tensors():
-                made = list(of_thread.run([*read, _lengths(*queries), _lengths(*keys)], (tuple(values),), standing))
-            if not of_thread.kept.value or not may_cache():
+                made = list(of_thread.run(*of_form))
+            if not kept or not keeps:
                 return made
-            for old, new in zip(of_thread.kept.value, made, strict=True):
+            for old, new in zip(kept, made, strict=True):
                 old.copy_(new)
-            return of_thread.kept.value
+            return kept
 
         return of_thread.kept(seen, make, [*own, *places])
 
