@@ -106,9 +106,9 @@ class Replay:
         standing: Collection[int],
     ) -> None:
         self.device = results[0].device
-        moving = [(n, t) for n, t in enumerate(inputs) if t is not None and n not in standing]
-        self.moving = [(n, _memory_like(t)) for n, t in moving]
-        own = dict(self.moving)
+        self.moving = [n for n, t in enumerate(inputs) if t is not None and n not in standing]
+        self.memory = [_memory_like(inputs[n]) for n in self.moving]  # type: ignore[arg-type]
+        own = dict(zip(self.moving, self.memory, strict=True))
         read = [own.get(n, t) for n, t in enumerate(inputs)]
         standing_ones = [inputs[n] for n in standing]
         self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
@@ -131,8 +131,8 @@ class Replay:
         with turn_on(self.device):
             if self._stream() not in self._known:
                 self._meet_stream()
-            for n, memory in self.moving:
-                memory.copy_(inputs[n])  # type: ignore[arg-type]
+            if self.memory:  # in one launch, where they are of one type
+                torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[arg-type]
             self.graph()
             return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
 
@@ -143,11 +143,8 @@ class Replay:
         """The memory is no one else's before the current stream is done with it."""
         now = torch.cuda.current_stream(self.device)
         self._known.add(now.cuda_stream)
-        for _, memory in self.moving:
+        for memory in (*self.memory, *(memory for memory, stands in self.given if not stands)):
             memory.record_stream(now)
-        for memory, stands in self.given:
-            if not stands:
-                memory.record_stream(now)
 
 
 def replay_of(

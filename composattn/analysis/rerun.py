@@ -52,19 +52,21 @@ class Rerun:
     ) -> Sequence[T]:
         """What `compute` gives; other constants are another form, as other shapes are.
 
-        standing: places of inputs that have the same memory in every run; those may be written to. for_now: whoever
+        standing: places of inputs that are the same tensors in every run; those may be written to. for_now: whoever
         asks has read the results, on this stream and in this thread, before the next run is asked for.
         """
         told = [
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, n in standing and t.data_ptr())
+            None if t is None
+            else (t._cdata, t.data_ptr()) if n in standing
+            else (t.shape, t.stride(), t.dtype, t.device)
             for n, t in enumerate(inputs)
-        ]
+        ]  # fmt: skip
         # the bits of floats, as -0.0 is 0.0
         form = (*[c.hex() if isinstance(c, float) else (type(c), c) for c in _leaves(constants)], *told)
         known, recorded = self._known
         if known != form:
             self._known = form, None
-        elif self._follows and memory_is_ours() and all(t is None or _is_plain(t) for t in inputs):
+        elif self._follows and memory_is_ours() and False not in [t is None or _is_plain(t) for t in inputs]:
             return self._record(form, inputs, constants) if recorded is None else recorded(inputs, standing, for_now)
         return self.compute(inputs, *constants)
 
