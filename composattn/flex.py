@@ -362,10 +362,10 @@ def _lists_add_nothing(mask: Expr, table: Table, block_mask: Any) -> bool:
     batch, heads = listed.shape[:2]
     if (mask.deps & Dep.B and batch == 1) or (mask.deps & Dep.H and heads == 1):
         return False  # one list for all heads (batches), made from the first one's mask
-    lengths = tuple(block_mask.seq_lengths)
-    found = tiles(mask, *lengths, table.block, batch, heads, device=listed.device)
+    q_len, kv_len = block_mask.seq_lengths
+    found = tiles(mask, q_len, kv_len, table.block, batch, heads, device=listed.device)
     is_open = (listed != TESTED) & (listed != found)
-    for part, settled in settled_tiles(mask, is_open.nonzero(), *lengths, table.block, listed.device):
+    for part, settled in settled_tiles(mask, is_open.nonzero(), q_len, kv_len, table.block, listed.device):
         if not torch.equal(settled, listed[tuple(part.unbind(1))]):
             return False
     return True

@@ -132,7 +132,7 @@ class Replay:
             if self._stream() not in self._known:
                 self._meet_stream()
             if self.memory:  # in one launch, where they are of one type
-                torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[arg-type]
+                torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[misc]
             self.graph()
             return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
 
