@@ -21,7 +21,7 @@ from .streams import has_streams, stream_handle, streams_of
 
 T = torch.Tensor
 
-AFTER = 3  # recorded runs of a form: to capture one takes about a millisecond
+AFTER = 3  # recorded runs of a form, then it is captured: who changes a mask now and then pays for no capture
 MOST_BYTES = 2**24  # of what a run reads and gives; a window table of 100,000 rows
 
 

@@ -36,7 +36,7 @@ class Streams:
 
     def write(self) -> None:
         """The current stream is about to write, and is the only one that comes after it."""
-        if len(self._knowing) == 1 and self.know():  # it wrote last, and nobody else has read: 4 µs less
+        if len(self._knowing) == 1 and self.know():  # it wrote last, and nobody else has read
             return
         if is_capturing():
             return
