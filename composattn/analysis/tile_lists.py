@@ -181,23 +181,8 @@ class TileLists(ABC):
         # held: their memory is no one else's while the stamp speaks of it; that of borrowed ones ends with this plan
         borrowed = [isinstance(c, BorrowedCapture) and t is c.tensor for c, t in zip(self.sources, read, strict=True)]
         own = [t for t, is_borrowed in zip(read, borrowed, strict=True) if not is_borrowed]
-        of_thread = self._own
-        standing = self._standing(read)
-
-        def make() -> list[T]:
-            kept, keeps = of_thread.kept.value, may_cache()
-            # copied into what is kept; or a call reads it that keeps nothing
-            for_now = bool(kept) or not keeps
-            of_form = [*read, _lengths(*queries), _lengths(*keys)], (tuple(values),), standing, for_now
-            with plain_tensors():
-                made = list(of_thread.run(*of_form))
-            if not kept or not keeps:
-                return made
-            for old, new in zip(kept, made, strict=True):
-                old.copy_(new)
-            return kept
-
-        return of_thread.kept(seen, make, [*own, *places])
+        of_form = [*read, _lengths(*queries), _lengths(*keys)], (tuple(values),), self._standing(read)
+        return self._own.kept(seen, self._own.made, [*own, *places], *of_form)
 
     def _standing(self, read: Sequence[T]) -> list[int]:
         """Which of what is read has the same memory in every call."""
@@ -268,6 +253,18 @@ class _OfThread(threading.local):
     def __init__(self, compute: Callable[..., Sequence[T]], device: torch.device) -> None:
         self.run = Rerun(compute)
         self.kept: Refreshed[list[T]] = Refreshed([], device=device)
+
+    def made(self, read: Sequence[T | None], constants: tuple[Hashable, ...], standing: Sequence[int]) -> list[T]:
+        """The lists of what is read, in the memory that is kept, where a call may keep some."""
+        kept, keeps = self.kept.value, may_cache()
+        # for now: they are copied into what is kept, or a call reads them that keeps nothing
+        with plain_tensors():
+            made = list(self.run(read, constants, standing, for_now=bool(kept) or not keeps))
+        if not kept or not keeps:
+            return made
+        for old, new in zip(kept, made, strict=True):
+            old.copy_(new)
+        return kept
 
 
 class KeyLists(TileLists):
