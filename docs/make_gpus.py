@@ -1,0 +1,74 @@
+"""Writes the tables of docs/gpus.md: which GPU has which kernels, and how those of warps cut a call there.
+
+python docs/make_gpus.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import composattn as ca
+from benchmarks.report import between
+from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.target import TARGETS
+from composattn.call.problem import Problem
+from composattn.mods import alibi, causal, softcap
+
+PAGE = Path(__file__).with_name("gpus.md")
+MODS = {
+    "causal": {"mask_mod": causal()},
+    "causal, soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
+    "causal, ALiBi": {"mask_mod": causal(), "score_mod": alibi(16)},
+}
+
+
+def gpus() -> Iterator[str]:
+    """Each compute capability: whose kernels it has, and what they do."""
+    yield "| compute capability | as | machine code | backend | forward, D and Dv up to | gradients up to | ran there |"
+    yield "|---|---|---|---|---|---|---|"
+    for (major, minor), target in TARGETS.items():
+        of = ARCHITECTURES[target.backend]
+        learns = str(of.max_gradient_dim) if of.max_gradient_dim else "`streaming`'s"
+        widest = (
+            f"{of.max_head_dim}" if of.max_head_dim == of.max_value_dim else f"{of.max_head_dim}, {of.max_value_dim}"
+        )
+        ran = "yes" if of.ran else "no"
+        yield f"| {major}.{minor} | {target.gpu} | {target.arch} | `{of.name}` | {widest} | {learns} | {ran} |"
+
+
+def tiles() -> Iterator[str]:
+    """Queries, keys and shared memory of a block of the forward of warps, by head dimension and mods."""
+    names = ["sm_80", "sm_86"]
+    yield (
+        "| D | mods | " + " | ".join(f"{name}: queries x keys, KB of a block, blocks of an SM" for name in names) + " |"
+    )
+    yield "|---|---|" + "---|" * len(names)
+    for d in (64, 96, 128, 192, 256):
+        for words, mods in MODS.items():
+            cells = []
+            for name in names:
+                target = next(t for t in TARGETS.values() if t.arch == name)
+                problem = Problem(1, 16, 16, 8192, 8192, d, d, torch.bfloat16, torch.device("cpu"))
+                plan = plan_forward(problem, ca.Attention(**mods).program, target)  # type: ignore[arg-type]
+                tiling = plan.tiling
+                cells.append(f"{tiling.queries} x {tiling.tile_n}, {plan.shared_memory / 1024:.0f}, {tiling.blocks}")
+            yield f"| {d} | {words} | {' | '.join(cells)} |"
+
+
+def page() -> str:
+    text = PAGE.read_text()
+    for name, rows in (("gpus", gpus()), ("tiles", tiles())):
+        text = between(text, "\n".join(rows), name, "docs/make_gpus.py")
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)
