@@ -1,26 +1,29 @@
-"""What `backend=None` means where generated kernels serve some calls alone: those, and PyTorch for the others."""
+"""What `backend=None` means where generated kernels have no backward: their forward, with gradients in PyTorch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from .. import errors
+from ..analysis.graphs import numbers_now
 from ..analysis.program import Program
-from ..call.autograd import Differentiable
+from ..call.autograd import BackwardInputs, Differentiable, Grads, Results, attend
 from ..call.inputs import Asked, Inputs, Outputs
 from ..call.prepared import FastPath, Prepare, PreparedCall
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
+from ..graph.borrowed import Borrowed
+from ..graph.expr import Capture
 from . import streaming
 
 NOT_SERVED = errors.UnsupportedDType, errors.UnsupportedHeadDim, errors.UnsupportedCapture
 
 
 def where_served(prepare: Prepare) -> Prepare:
-    """Calls by generated kernels that have no backward; streaming where they refuse one or autograd records it."""
+    """Calls whose forward generated kernels compute and whose gradients PyTorch does, as it does what they refuse."""
 
     def prepared(problem: Problem, program: Program, scale: float) -> PreparedCall:
         in_torch = streaming.prepare(problem, program, scale)
@@ -28,22 +31,60 @@ def where_served(prepare: Prepare) -> Prepare:
             generated = prepare(problem, program, scale)
         except NOT_SERVED:
             return in_torch
-        return ForwardAlone(generated, in_torch, program)
+        return ForwardGenerated(generated, in_torch, program)
 
     return prepared
 
 
+class Halves:
+    """One differentiable call: `first` has the forward, `second` the backward, which makes P again by LSE."""
+
+    differentiable_twice = True
+
+    def __init__(self, first: Differentiable, second: Differentiable) -> None:
+        self.first, self.second = first, second
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        return self.second.borrowed
+
+    @borrowed.setter
+    def borrowed(self, given: Borrowed | None) -> None:
+        self.first.borrowed = self.second.borrowed = given
+
+    @property
+    def captures(self) -> Sequence[torch.Tensor]:
+        return self.second.captures
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        return self.second.sources
+
+    @property
+    def sequences(self) -> Sequences:
+        return self.second.sequences
+
+    def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.second.read(replaced)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
+        return self.first.forward(q, k, v, captured)
+
+    def backward(self, known: BackwardInputs) -> Grads:
+        return self.second.backward(known)
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardAlone:
-    """A prepared call: `generated` unless autograd records it, which is for `recorded`."""
+class ForwardGenerated:
+    """A prepared call, with the forward of one and the gradients of another."""
 
     generated: PreparedCall
-    recorded: PreparedCall
+    in_torch: PreparedCall
     program: Program
 
     @property
     def plan(self) -> str:
-        return f"{self.generated.plan}\nwith gradients: in PyTorch, as backend='streaming'"
+        return f"{self.generated.plan}\ngradients: in PyTorch, as by backend='streaming'"
 
     @property
     def rewrites(self) -> str:
@@ -51,21 +92,23 @@ class ForwardAlone:
 
     @property
     def captured_sums(self) -> str:
-        return self.recorded.captured_sums
+        return self.in_torch.captured_sums
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
-        records = torch.is_grad_enabled() and self._learns(inputs)
-        return (self.recorded if records else self.generated)(inputs, asked)
+        if not (torch.is_grad_enabled() and self._learns(inputs)):
+            return self.generated(inputs, asked)
+        begun = self.begin(numbers_now(self.program.scalars), inputs.sequences, asked.max_scores)
+        return attend(begun, *inputs[:3])
 
     def _learns(self, inputs: Inputs) -> bool:
-        q, k, v, _, _ = inputs
         captured = (c.tensor for c in self.program.captures)
-        return any(t.requires_grad for t in (q, k, v, *captured))
+        return any(t.requires_grad for t in (*inputs[:3], *captured))
 
     def fast_path(self, inputs: Inputs) -> FastPath | None:
         return None if self._learns(inputs) else self.generated.fast_path(inputs)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
-    ) -> Differentiable:
-        return self.recorded.begin(scalars, sequences, return_max_scores)
+    ) -> Halves:
+        halves = (call.begin(scalars, sequences, return_max_scores) for call in (self.generated, self.in_torch))
+        return Halves(*halves)
