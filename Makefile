@@ -16,7 +16,7 @@ SAY     := @printf '\n[%s] %s\n' "$$(date +%T)"
 SHELL       := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help demo recipes test test-of test-all durations reached bench lint wheel docs vllm fix clean
+.PHONY: help demo recipes test test-of test-all durations reached bench lint flex-suite wheel docs vllm fix clean
 
 help:
 	@echo "make demo      recipe 01: a mask and a score mod, forward and backward, against fp64"
@@ -28,6 +28,7 @@ help:
 	@echo "make reached   records which files each test uses, for make test-of"
 	@echo "make bench     the benchmarks (needs a GPU)"
 	@echo "make lint      ruff and mypy"
+	@echo "make flex-suite FOLDER=...  torch's own tests of FlexAttention on our backends, from a copy of them"
 	@echo "make wheel     dist/, looked through, installed into an environment of its own, and the demo run there"
 	@echo "make docs      the site, in site/, and a look at it in a browser where one is there"
 	@echo "make vllm      the backend for vLLM, in an environment of its own with vLLM for CPUs (3.5 GB)"
@@ -71,6 +72,11 @@ lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# FOLDER: test/inductor of a copy of torch's repository.
+flex-suite: $(VENV)/.test
+	$(SAY) "torch's tests of FlexAttention, on our backends"
+	$(PY) -m tests.flex_suite $(FOLDER) $(ARGS)
 
 # Both from the sources here, the wheel from the source distribution.
 wheel: $(VENV)/.test

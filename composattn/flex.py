@@ -180,6 +180,8 @@ def mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Mask:
     known = None if compiling else _unchanged(block_mask) or _known_still(block_mask)
     if known is None:
         _check(block_mask)
+        if _is_one_block_of_any_length(block_mask):
+            return Mask.of(block_mask.mask_mod)
     asked = None if compiling else (query.shape, key.shape, query.device, *block_mask.seq_lengths)
     if known is not None and asked in known.fits:
         return known.mask
@@ -330,6 +332,11 @@ def _check(block_mask: Any) -> None:
             "block_mask is a part of another one, and torch removed its mask_mod, because positions changed; set "
             "part.mask_mod to a function that adds the part's first position, and set part.seq_lengths"
         )
+
+
+def _is_one_block_of_any_length(block_mask: Any) -> bool:
+    """What torch puts in place of no BlockMask: one block that it tests, which calls of all lengths lie in."""
+    return tuple(block_mask.BLOCK_SIZE) == (1 << 30, 1 << 30) and tuple(block_mask.seq_lengths) == (1, 1)
 
 
 def _check_extent(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ def _quantized(given: Tensors, how: Rounding) -> QuantizedInputs:
         wide = torch.promote_types(k.dtype, torch.float32)
         mean = k.detach().mean(-2 if k.ndim == 4 else 0, keepdim=True, dtype=wide)
     if not _is_followed(given):
-        q, k, v = (_by_head(x) for x in given)
+        q, k, v = (_by_head(x).resolve_neg() for x in given)  # kernels read what lies in memory
         target = target_of((q, k, v), how)
         if target is not None:
             found = rounded((q, k, v), None if mean is None else _by_head(mean), how, target)

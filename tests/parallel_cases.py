@@ -133,6 +133,7 @@ def usage(rank: int, ranks: int) -> dict[str, Any]:
     found["each token once"] = sorted(n for each in order for n in each) == list(range(length))
     found["text"] = "imbalance" in str(shard.explain()) and len(shard.explain().rows) == ranks
     found |= _partial(rank, ranks)
+    found |= _negated(rank, ranks)
     found |= _packed(rank, ranks) | _written(rank, ranks) | _checkpointed(rank, ranks) | _counted(rank, ranks)
     return found
 
@@ -214,6 +215,61 @@ def _checkpointed(rank: int, ranks: int) -> dict[str, Any]:
     except ca.errors.OutsideContextParallel:
         refused = True
     return {"checkpoint": same and shard._last is made, "a checkpoint computed again outside": refused}
+
+
+def _negated(rank: int, ranks: int) -> dict[str, Any]:
+    """Views that torch negates as they are read, as imaginary parts of conjugates: what moves has their sign."""
+    length, found = 40 * ranks, {}
+    table = torch.linspace(-1, 1, length, dtype=torch.float64)
+    for method in METHODS:
+        q, k, v = tensors(length, 2 * ranks, ranks)
+        _, shard = planned(causal(), length, method=method)
+        q, k, v, dout = (shard.scatter(t, 2) for t in (q, k, v, q.sin()))
+        sinks = torch.linspace(-1, 1, 2 * ranks, dtype=torch.float64)
+        results = []
+        for form in (torch.Tensor.clone, negated_later):
+            given = [form(t).requires_grad_() for t in (q, k, v, table, sinks)]
+            of_keys, marks = given[3], given[3].detach()
+            out, lse = ca.attention(
+                *given[:3],
+                score_mod=lambda s, b, h, i, j, of_keys=of_keys: s * of_keys[j],
+                mask_mod=lambda b, h, i, j, marks=marks: (i >= j) & (marks[j] > -0.5),
+                sinks=given[4],
+                return_lse=True,
+                context_parallel=shard,
+            )
+            grads = torch.autograd.grad([out, lse], given, [form(dout), form(dout[..., 0])])
+            results.append((out, lse, shard.gather(given[0], 2), *grads))
+        found[f"negated, {method}"] = all(map(torch.allclose, *results))
+    marks = torch._neg_view(torch.linspace(-1, 1, length))
+    _, shard = planned(None, length)
+    q, k, v = (shard.scatter(t, 2) for t in tensors(length))
+    seen = [
+        ca.attention(q, k, v, mask_mod=lambda b, h, i, j, of=of: of[j] > -0.5, context_parallel=shard)
+        for of in (marks, torch._neg_view(marks), marks)
+    ]
+    found["a tensor and the view that negates it"] = torch.equal(seen[0], seen[2]) and not torch.equal(*seen[:2])
+    return found
+
+
+def negated_later(t: T) -> T:
+    """`t` as a view of memory that holds -t."""
+    return torch._neg_view(-t)
+
+
+def negated_in_kernels(rank: int, ranks: int) -> list[bool]:
+    """Whether ranks that call emulated kernels read such views as torch does: out, lse, dq, dk and dv."""
+    length, results = 32 * ranks, []
+    q, k, v = (torch.cat([t, t.cos()], -1).bfloat16() for t in tensors(length, 1))
+    _, shard = planned(causal(), length)
+    q, k, v, dout = (shard.scatter(t, 2) for t in (q, k, v, q.sin()))
+    for form in (torch.Tensor.clone, negated_later):
+        given = [form(t).requires_grad_() for t in (q, k, v)]
+        attn = ca.Attention(mask_mod=causal(), backend="hopper-emulated")
+        out, lse = attn(*given, return_lse=True, context_parallel=shard)
+        grads = torch.autograd.grad([out, lse], given, [form(dout), form(dout[..., 0].float())])
+        results.append((out, lse, *grads))
+    return list(map(torch.equal, *results))
 
 
 def _counted(rank: int, ranks: int) -> dict[str, Any]:

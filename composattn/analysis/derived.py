@@ -330,7 +330,10 @@ def values(captures: Iterable[Capture], replaced: Mapping[Capture, torch.Tensor]
 
 def same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether both are of one form and of the same memory."""
-    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+    if x is y:
+        return True
+    # a view that torch negates as it is read is another tensor
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride() and x.is_neg() == y.is_neg()
 
 
 def stamp(source: Capture) -> Hashable:

@@ -146,7 +146,7 @@ def _gives_argument(func: Any, args: Sequence[Any], found: Sequence[Any]) -> boo
     """Whether a view is of all that its first argument is, as a slice from end to end."""
     if func._schema.is_mutable or len(found) != 1 or not all(isinstance(t, T) for t in (args[0], found[0])):
         return False
-    one, other = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (args[0], found[0])]
+    one, other = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), t.is_conj()) for t in (args[0], found[0])]
     return one == other and args[0].untyped_storage()._cdata == found[0].untyped_storage()._cdata
 
 

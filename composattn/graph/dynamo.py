@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ def is_written_down() -> bool:
         return False
     before = torch._ops._get_dispatch_mode_pre_dispatch
     return torch._C._get_dispatch_mode(_PROXIES) is not None or before(_PROXIES) is not None
+
+
+@contextlib.contextmanager
+def unfollowed() -> Iterator[None]:
+    """Inside, Dynamo compiles none of the functions that are called, as it does behind a break of a graph.
+
+    Of a mod on traced values they hold nothing that it could compile, and that of torch 2.11 takes them for tensors.
+    """
+    compiling = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(compiling)
 
 
 HANDED_OVER: set[types.CodeType] = set()

@@ -18,7 +18,7 @@ def teach_dynamo() -> str | None:
     The form of a refusal where nobody tried this Dynamo: names that it lacks stop it, but one that it gave another
     meaning (a branch on a value that is always taken) would make another mod.
     """
-    if not KNOWN[0] <= version_of_torch() <= KNOWN[1]:
+    if not is_known():
         return _unknown()
     from .followed import install
 
@@ -27,6 +27,11 @@ def teach_dynamo() -> str | None:
             install()
             _taught.append(True)
     return None
+
+
+def is_known() -> bool:
+    """Whether this torch is one of them."""
+    return KNOWN[0] <= version_of_torch() <= KNOWN[1]
 
 
 def version_of_torch() -> tuple[int, int]:

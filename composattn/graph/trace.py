@@ -17,11 +17,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import errors
+from .among import among
 from .borrowed import capture_of
 from .expr import Capture, DType, Expr, index, score, walk
 from .ops import apply
 from .own_gradient import is_that_of
 from .proxies import Proxy, Symbolic, as_expr, nodes_made, read_at
+from .rebuilt import substitute
 from .refusals import OWN_BACKWARD, pending, quote, refuse
 from .torch_functions import CONSTANT_MAKERS, RANDOM, constant, detach_tensor, refuse_function, tensors_in, torch_call
 from .vectors import Several
@@ -262,7 +264,7 @@ def trace_mask(fn: Callable[..., Any], runner: Runner = in_python) -> Expr:
             + (", or pass a function that changes scores as score_mod" if expr.dtype is DType.FLOAT else ""),
             _definition(fn),
         )
-    return expr
+    return _by_slots(fn, expr)
 
 
 def trace_score(fn: Callable[..., Any], runner: Runner = in_python) -> Expr:
@@ -276,7 +278,19 @@ def trace_score(fn: Callable[..., Any], runner: Runner = in_python) -> Expr:
         raise errors.WrongReturn(
             "score_mod returned a bool; pass it as mask_mod, without the score argument", _definition(fn)
         )
-    return expr if expr.dtype is DType.FLOAT else apply("cast_float", expr)
+    return _by_slots(fn, expr if expr.dtype is DType.FLOAT else apply("cast_float", expr))
+
+
+def _by_slots(fn: Callable[..., Any], expr: Expr) -> Expr:
+    """A mod of torch's `PagedAttention`: its tables have a row for each sequence that the cache takes, and a call's
+    sequences are the first of them. So `b` counts among more than the call has, see `graph.among`."""
+    code = getattr(fn, "__code__", None)
+    if code is None or not code.co_filename.endswith(_PAGED_ATTENTION):
+        return expr
+    return substitute(expr, {index("b"): among(index("b"), None)})
+
+
+_PAGED_ATTENTION = "torch/nn/attention/experimental/_paged_attention.py"
 
 
 def _returned(fn: Callable[..., Any], result: Any, wanted: str) -> Expr:

@@ -22,7 +22,7 @@ from .. import errors
 from ..analysis.symbolic import definition
 from ..graph import copies
 from ..graph.among import among, written
-from ..graph.dynamo import HANDED_OVER, is_traced, read
+from ..graph.dynamo import HANDED_OVER, is_traced, read, unfollowed
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, walk
 from ..graph.fingerprint import Fingerprint, fingerprint, places_of
@@ -325,7 +325,8 @@ def formed(
     own = str(getattr(fn, "__name__", None) or type(fn).__name__)
     with cached():  # what parametrizations compute is computed here, and while tracing it is the same tensor
         mark = None if mark is None else fingerprint(fn, len(names))
-        form, leaves = form_of(trace(fn))
+        with unfollowed():
+            form, leaves = form_of(trace(fn))
     at = None if mark is None else places_of(leaves, mark[1])
     if mark is not None and at is not None:
         with _lock:

@@ -54,7 +54,7 @@ def contents(tensors: Sequence[torch.Tensor]) -> bytes:
     """A fingerprint of what tensors hold; waits for their device."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        t = tensor.detach()
+        t = tensor.detach().resolve_neg()
         digest.update(repr((t.dtype, tuple(t.shape))).encode())
         if t.numel() * t.element_size() > _WHOLE:
             flat = t.reshape(-1)

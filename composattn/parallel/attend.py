@@ -67,6 +67,9 @@ def gradients(
     strategy: Strategy, known: Known, begun: Any, saved: Sequence[T], sink: int | None, whole: bool
 ) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
+    # of a view that torch negates as it is read, kernels would read what lies in memory
+    dlse = None if known.dlse is None else known.dlse.resolve_neg()
+    known = known._replace(dout=known.dout.resolve_neg(), dlse=dlse)
     found = strategy.backward(known, begun, saved)
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)

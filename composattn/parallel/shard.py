@@ -155,7 +155,7 @@ class Shard:
                     "pass what comes of shard.scatter(tokens)"
                 )
         self.cp.ranks.check_device(q.device)
-        return q, k, v
+        return Inputs(q, k, v).resolved[:3]
 
     def planned(
         self,
@@ -294,7 +294,7 @@ def tensors_of(mod: Mod | None) -> list[torch.Tensor]:
 def _state(t: torch.Tensor) -> tuple[Any, ...]:
     """Changes when a tensor was written to, or is another; who keeps it holds the tensor."""
     version = object() if t.is_inference() else t._version  # of an inference tensor nobody says
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, version
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), version
 
 
 def _call_said(

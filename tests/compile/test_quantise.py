@@ -95,6 +95,14 @@ def test_packed_rows_and_strides_are_taken_as_they_are(scale: Any, monkeypatch: 
     assert on_kernels.plans
 
 
+def test_views_that_torch_negates_are_read_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [drawn(1, 1, 32, 64, seed=n) for n in range(3)]
+    wanted = ca.quantize(*given, scale="token")
+    on_kernels = OnKernels(monkeypatch)
+    assert_same_bits(ca.quantize(*(torch._neg_view(-x) for x in given), scale="token"), wanted)
+    assert on_kernels.plans
+
+
 def test_pytorch_computes_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     on_kernels = OnKernels(monkeypatch)
     q, k, v = (drawn(1, 1, 32, 64, seed=n) for n in range(3))

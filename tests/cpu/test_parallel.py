@@ -70,6 +70,12 @@ def test_what_a_user_does_works() -> None:
         assert {name for name, good in found.items() if not good} == set()
 
 
+@pytest.mark.slow
+def test_kernels_in_ranks_read_negated_views_as_torch_does() -> None:
+    pytest.importorskip("cutlass", reason="kernels are compiled")
+    assert on_ranks(2, parallel_cases.negated_in_kernels) == [[True] * 5] * 2
+
+
 WAYS_OUT = {
     "mesh of no kind": "NoProcessGroup",
     "mesh of two dimensions": "MeshMismatch",

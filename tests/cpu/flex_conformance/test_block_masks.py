@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, or_masks
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    _create_empty_block_mask,
+    and_masks,
+    create_block_mask,
+    or_masks,
+)
 
 import composattn as ca
 from tests.cpu.flex_conformance.catalogue import MASKS, anticausal, causal, first_rows, window
@@ -123,3 +129,16 @@ def test_causal_by_score_by_mask_and_by_sdpa_agree(generator: torch.Generator) -
     by_mask = ca.flex_attention(q, k, v, block_mask=blocks_of(causal, q, k))
     for found in (by_score, by_mask):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torchs_mask_for_no_mask_fits_all_lengths(compiled: bool, generator: torch.Generator) -> None:
+    """torch puts it in place of None: one block, for lengths of (1, 1)."""
+    q, k, v = draw(generator, 2, 2, 40, 72)
+    none = _create_empty_block_mask(q, k)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return ca.flex_attention(q, k, v, block_mask=none)
+
+    found = (torch.compile(call, backend="eager", fullgraph=True) if compiled else call)(q, k, v)
+    assert torch.equal(found, ca.flex_attention(q, k, v))

@@ -17,11 +17,14 @@ PAGE = 16
 Cache = tuple[PagedAttention, torch.Tensor, torch.Tensor]
 
 
-def cached(k: torch.Tensor, v: torch.Tensor) -> Cache:
-    """Keys and values in pages that the sequences took in turns, so that none has neighbouring ones."""
+def cached(k: torch.Tensor, v: torch.Tensor, more: int = 0) -> Cache:
+    """Keys and values in pages that the sequences took in turns, so that none has neighbouring ones.
+
+    more: sequences that the cache takes, and this call has not.
+    """
     batch, heads, length, _ = k.shape
     pages = batch * (length // PAGE) + 3
-    paged = PagedAttention(pages, PAGE, batch, device="cpu")
+    paged = PagedAttention(pages, PAGE, batch + more, device="cpu")
     for filled in range(PAGE, length + 1, PAGE):
         for b in range(batch):
             paged.reserve(torch.tensor(b), torch.tensor(filled))
@@ -42,6 +45,25 @@ def test_a_translated_call_gives_what_the_plain_one_means(score: Mod, mask: Mod,
     wanted = attention(*(t.double() for t in (q, k, v)), score, mask)[:2]
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cache_of_more_sequences_than_a_call_has(compiled: bool, generator: torch.Generator) -> None:
+    """Their tables have a row for each that the cache takes, and the call has the first of them."""
+    q, k, v = draw(generator, 2, 2, 32, 48)
+    paged, *caches = cached(k, v, more=3)
+    made = create_block_mask(causal, 2, 1, 32, 48, "cpu", (32, PAGE))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return ca.flex_attention(q, k, v, paged.get_score_mod(doubled), paged.convert_logical_block_mask(made))
+
+    found = (torch.compile(call, backend="eager", fullgraph=True) if compiled else call)(q, *caches)
+    wanted = attention(*(t.double() for t in (q, k, v)), doubled, causal)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def doubled(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s * 2 + b
 
 
 def test_a_step_of_generation(generator: torch.Generator) -> None:
