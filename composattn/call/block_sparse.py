@@ -174,7 +174,7 @@ class BlockSparse(Mask):
         if not all(hasattr(block_mask, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
             raise errors.NotATensor(f"got a {type(block_mask).__name__}; pass torch's BlockMask")
         given = [t for t in (getattr(block_mask, name) for name in LISTS) if t is not None]
-        block = tuple(block_mask.BLOCK_SIZE)
+        block = tuple(map(_of_one, block_mask.BLOCK_SIZE, block_mask.seq_lengths))
         grid = _grid(block, *block_mask.seq_lengths)
         # by the lists' own shapes where these say it: a compiled region writes no number that changes with the lengths
         numbers = () if grid == (given[0].shape[-1], given[1].shape[-1]) else grid
@@ -408,6 +408,13 @@ def _block(block: Any) -> tuple[int, int]:
             f"block is {block!r}; it must be (queries, keys), or one number for both, in multiples of {SMALLEST_BLOCK}"
         )
     return int(pair[0]), int(pair[1])
+
+
+def _of_one(block: Any, length: Any) -> Any:
+    """A block's size, or a larger one that kernels take where a single block has the whole length, as in decoding."""
+    if isinstance(block, int) and block > 0 and surely(length <= block):
+        return -(-block // SMALLEST_BLOCK) * SMALLEST_BLOCK
+    return block
 
 
 def _check_range(name: str, tensor: torch.Tensor, least: int, most: int) -> None:

@@ -142,3 +142,13 @@ def test_torchs_mask_for_no_mask_fits_all_lengths(compiled: bool, generator: tor
 
     found = (torch.compile(call, backend="eager", fullgraph=True) if compiled else call)(q, k, v)
     assert torch.equal(found, ca.flex_attention(q, k, v))
+
+
+@pytest.mark.parametrize("block", [(1, 64), (3, 32), (16, 40)])
+def test_a_block_of_any_size_that_has_the_whole_length(block: Any, generator: torch.Generator) -> None:
+    """As in decoding, where all queries lie in one block."""
+    q, k, v = draw(generator, 2, 2, block[0], 40 if block[1] == 40 else 96)
+    made = create_block_mask(lambda b, h, i, j: j % 5 != i, 1, 1, q.shape[2], k.shape[2], "cpu", block)
+    found = ca.flex_attention(q, k, v, block_mask=made)
+    wanted = attention(*(t.double() for t in (q, k, v)), None, lambda b, h, i, j: j % 5 != i)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
