@@ -24,13 +24,15 @@ from benchmarks.shapes import SEEDS, Part, drawn
 from benchmarks.sweep import of_forms
 from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
-from composattn.backends.hopper import backward_class, backward_table, forward_table, tiling
+from composattn.backends.hopper import backward_table, forward_table
 from composattn.backends.hopper.backward_table import BackwardForm
+from composattn.backends.hopper.backward_tiling import FILE as BACKWARDS
+from composattn.backends.hopper.tiling import FILE as FORWARDS
 
 RESULTS = Path(__file__).parent / "results" / "sweeps"
 # times of backwards that spread by more are of calls that end before the host has issued the next
 STEADY: dict[Direction, float] = {"forward": math.inf, "backward": 0.05}
-FILES: dict[Direction, Path] = {"forward": tiling.FILE, "backward": backward_class.FILE}
+FILES: dict[Direction, Path] = {"forward": FORWARDS, "backward": BACKWARDS}
 TABLES: dict[Direction, dict[str, Table[Any]]] = {
     "forward": {"forms": forward_table.TABLE},
     "backward": {"tiles": backward_table.TILES, "blocks": backward_table.BLOCKS},

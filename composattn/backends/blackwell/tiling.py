@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowForwardTiling, invariant_keys, slots
+from ..fused.tiles.tiling import RowForwardTiling, slots
 from ..fused.tiles.traits import padded, queries, reads_pairs
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
@@ -30,6 +31,9 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 PERIOD = 32
 FILE = Path(__file__).with_name("tables.json")
 BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial", int)
+MOST_KEYS: Table[int] = table(FILE, "most_keys", int)
+# keys of a tile, stages of K and of V, by how much is on its way
+STAGES = tuple(itertools.product((128, 96, 64), ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))))
 # Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
 # Degree 4 errs by 4e-6.
 DEGREE = {torch.bfloat16: 3, torch.float16: 4}
@@ -114,17 +118,13 @@ def _exponential(problem: Problem, program: Program, target: Target) -> Exponent
 
 
 def _most_keys(problem: Problem, program: Program) -> int:
-    """Scores of a row that leave registers for what the score mod reads."""
-    if problem.schedule.batch_invariant:
-        return invariant_keys(max(padded(problem.head_dim), padded(problem.head_dim_v)), program)
-    return 64 if reads_pairs(program.score) else 128
+    """Scores of a row that leave registers for what the score mod reads, and of a row whose order is fixed."""
+    widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    in_order = problem.schedule.batch_invariant
+    return first(MOST_KEYS, problem, pairs=reads_pairs(program.score), in_order=in_order, widest=widest)
 
 
 def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:
-    """(keys of a tile, stages of K, stages of V) that fit beside Q, `most` keys first; 16-bit numbers."""
-    free = room // 2 - q_numbers
-    for tile_n in (128, 96, 64):
-        fitting = [(k, v) for k in (4, 3, 2) for v in (k, k - 1) if tile_n * (k * d + v * dv) <= free]
-        if fitting and tile_n <= most and 2 * tile_n + dv <= COLUMNS:
-            return tile_n, *fitting[0]
-    raise AssertionError("64 keys fit beside 128 rows of 256")
+    """(keys of a tile, stages of K, stages of V) that fit beside Q, most keys first; 16-bit numbers."""
+    free, keys = room // 2 - q_numbers, min(most, (COLUMNS - dv) // 2)
+    return next((n, k, v) for n, (k, v) in STAGES if n <= keys and n * (k * d + v * dv) <= free)

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.compiling import tuned
-from ..fused.planning.cut import MANY
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.coverage import all_are_seen, differ
 from ..fused.tiles.target import Target
 from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
 from .backward_table import FORMS, BackwardForm, form_of, rows_of, serves
-from .backward_tiling import HopperBackwardTiling
+from .backward_tiling import FILE, HopperBackwardTiling
 
+ONE_HEAD: Table[bool] = table(FILE, "one_head", bool)  # whether a section has one key/value head
 MADE: dict[str, Callable[[Facts, BackwardForm], HopperBackwardTiling]] = {
     "keys apart": keys_apart, "shared keys": shared_keys, "exchange": exchange, "halves": halves,
 }  # fmt: skip
@@ -41,23 +42,17 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
 def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
     """A call's tiling by one of the forms."""
     tiling = MADE[form.tile.kind](facts, form)
-    return _in_order(tiling, facts.problem, facts.program, facts.target) if facts.in_order else tiling
+    return _in_order(tiling, facts) if facts.in_order else tiling
 
 
-def _in_order(tiling: HopperBackwardTiling, problem: Problem, program: Program, target: Target) -> HopperBackwardTiling:
-    """With dQ summed in a fixed order.
-
-    Short tiles of keys come first then, and are soon at other heads of their group than long ones: with 13 key/value
-    heads a section (32 on 8, 2k) L2 found little and a call took 1.46 times as long as in any order, with one 1.14.
-    The last section fills the SMs, or its longest tiles end alone: 1.05. Few tiles are cut in its place.
-    """
-    first, backwards = tiling.dq_in_bulk and all_are_seen(tiling, problem, program), differ(problem, program)
-    tiling = dataclasses.replace(
-        tiling, heads_at_last=0 if backwards else None, dq_begins="turn" if first else "before"
-    )
-    grouped = problem.group > 1 and problem.layout.is_dense and problem.schedule.heads_together is None
+def _in_order(tiling: HopperBackwardTiling, facts: Facts) -> HopperBackwardTiling:
+    """With dQ summed in a fixed order. The last section fills the SMs, or its longest tiles end alone: 1.05."""
+    problem, program, target, call = facts.problem, facts.program, facts.target, facts.call
+    seen, backwards = tiling.dq_in_bulk and all_are_seen(tiling, problem, program), differ(problem, program)
+    tiling = dataclasses.replace(tiling, heads_at_last=0 if backwards else None, dq_begins="turn" if seen else "before")
     at_once, tiles = target.sms // tiling.sharing, max(1, -(-problem.kv_len // tiling.tile_n))
-    if not (backwards and grouped and problem.batch * problem.kv_heads * tiles > MANY * at_once):
+    rounds, asked = problem.batch * problem.kv_heads * tiles / at_once, problem.schedule.heads_together
+    if not first(ONE_HEAD, call, asked=asked, backwards=backwards, rounds=rounds):
         return tiling
     # a power of 2, as each is another kernel
     return dataclasses.replace(tiling, heads_together=1, heads_at_last=1 << max(0, round(math.log2(at_once / tiles))))

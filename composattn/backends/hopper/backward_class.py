@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.call_class import CallClass, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
+from .backward_tiling import FILE
 
-FILE = Path(__file__).with_name("backward.json")
 KEYS = 128  # of a tile
 PAIRS: Table[bool] = table(FILE, "pairs", bool)
 LARGEST: Table[int] = table(FILE, "largest", int)  # found by compiling

@@ -12,10 +12,10 @@ from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import bounds_queries, sums_by
 from ..fused.tiles.written import Written
-from .backward_class import FILE, KEYS, BackwardClass
+from .backward_class import KEYS, BackwardClass
 from .backward_heads import BYTES, heads_of
 from .backward_table import LEAVE, STAY, BackwardForm, Tile
-from .backward_tiling import ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
+from .backward_tiling import FILE, ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 
 L2 = 16 << 20  # bytes of what the heads read and add to that run together
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has

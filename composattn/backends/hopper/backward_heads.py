@@ -16,7 +16,8 @@ from ...call.problem import Problem
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import padded
-from .backward_class import FILE, KEYS, BackwardClass
+from .backward_class import KEYS, BackwardClass
+from .backward_tiling import FILE
 
 L2 = 50 << 20  # bytes
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it

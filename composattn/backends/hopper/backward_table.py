@@ -10,7 +10,8 @@ import dataclasses
 from typing import Literal, NamedTuple
 
 from ..fused.planning.tables import Row, Table, file_of, matches, row_of, table
-from .backward_class import FILE, BackwardClass
+from .backward_class import BackwardClass
+from .backward_tiling import FILE
 
 
 @dataclasses.dataclass(frozen=True)

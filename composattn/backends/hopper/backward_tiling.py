@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar, Literal
 
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.tiling import BackwardTiling
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
+FILE = Path(__file__).with_name("backward.json")
+CONSUMERS: Table[int] = table(FILE, "consumers", int)  # registers of a thread that computes, by fields of its tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,13 +84,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a thread that computes. Beside a third warpgroup for dQ, 36 and 48 columns more leave less.
-
-        Those who send dQ and wait for turns in blocks that stay want more than 24 (18 spills with 32).
-        """
-        if self.dq_apart:
-            return 208 if self.part_columns == 64 else 192
-        return 232 if self.persistent and self.dq_begins in ("before", "turn") else 240
+        """Registers of a thread that computes."""
+        return first(CONSUMERS, self)
 
     @property
     def producer_registers(self) -> int:

@@ -23,6 +23,7 @@ from .tiling import FILE, GUESSING, ROWS, HopperTiling, registers_for
 
 RESIDENT: Table[int] = table(FILE, "resident", int)  # columns of Q in registers
 TOGETHER: Table[int | None] = table(FILE, "together", lambda said: said)  # key/value heads; None: as L2 holds
+STAYS: Table[bool] = table(FILE, "stays", bool)  # whether blocks are persistent
 SHARES: Table[bool] = table(FILE, "shares", bool)  # whether blocks share the last rounds of equal tiles
 TAKEN: Table[int] = table(FILE, "taken", int)  # columns of registers beside scores and output, of all rows that match
 MOST_KEYS: Table[int] = table(FILE, "most_keys", int)  # of a tile, beside what mods read
@@ -83,11 +84,6 @@ class Facts:
         """A tiling; of bytes with a stage of each, which is all that a block of many queries needs."""
         return ByteTiling(**{"byte_stages": 1, **fields}) if self.of_bytes else HopperTiling(**fields)
 
-    def stays(self, chosen: bool) -> bool:
-        """Whether blocks are persistent: as asked for, else so."""
-        asked = self.problem.schedule.persistent
-        return chosen if asked is None else asked
-
 
 def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
     """A tile has as many keys as its shape, registers and shared memory have room for.
@@ -120,10 +116,12 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
 
 
 def _scheduler(facts: Facts, form: ForwardForm, shape: Shape) -> Scheduler:
-    """One tile a block at most: D 128 loses 2 to 4 % by drawing it; wider ones that stay hold columns of Q."""
     tiles = query_tiles(facts.problem, facts.heads, ROWS * shape.warpgroups) * facts.problem.batch
-    once = form.stays and facts.call.widest <= 128 and tiles <= facts.target.sms
-    return shape.scheduler if facts.stays(shape.stays or (form.stays and not once)) else Scheduler.ONE_TILE
+    stays = first(
+        STAYS, facts.call, asked=facts.problem.schedule.persistent, form=form.stays, shape=shape.stays,
+        rounds=tiles / facts.target.sms,
+    )  # fmt: skip
+    return shape.scheduler if stays else Scheduler.ONE_TILE
 
 
 def _filled(facts: Facts, shape: Shape, made: HopperTiling) -> HopperTiling:

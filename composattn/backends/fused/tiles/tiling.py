@@ -6,13 +6,12 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from ....analysis.program import Program
 from ....call.problem import Problem
 from ....primitives.exponential_units import HARDWARE, ExponentialUnits
 from ....primitives.rescale_threshold import BY_LOG2_ALONE, RescaleThreshold
 from .scheduler import Scheduler
 from .target import Target
-from .traits import keys, queries, reads_pairs
+from .traits import keys, queries
 
 STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
@@ -20,14 +19,6 @@ STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its s
 def slots(heads: int) -> int:
     """Rows of a tile that one query of so many packed heads takes: one for each head, and padding."""
     return 1 << (heads - 1).bit_length()
-
-
-def invariant_keys(widest: int, program: Program) -> int:
-    """Keys of a tile where results are batch-invariant, of D and Dv the wider: D and the mods decide, no length does.
-
-    64 everywhere took 12 to 15 % more than the default of causal 8k, D 128 and 64 (H200).
-    """
-    return 64 if widest > 128 or reads_pairs(program.score) else 128
 
 
 def whole_pages(most: int) -> int:
