@@ -130,15 +130,19 @@ def rows_seen(mask: Expr, columns: int, rows: tuple[int, int], heads: int) -> to
     return found
 
 
-def tiles_seen(seen: torch.Tensor, tile: tuple[int, int], above: int) -> float:
-    """How many tiles of keys a tile of queries visits, on average, by the rows that see each other (`rows_seen`).
+def tiles_seen(seen: torch.Tensor, tile: tuple[int, int]) -> list[float]:
+    """How many tiles of keys a tile of queries visits, on average, by the rows that see each other (`rows_seen`): where
+    keys begin no row, one, ... above the image, fewer than a tile has.
 
-    `tile`: rows of either. Keys begin `above` rows above the image.
+    `tile`: rows of either.
     """
     (q_rows, kv_rows), (m, n) = seen.shape, tile
-    padded = pad(seen, (above, -(kv_rows + above) % n, 0, -q_rows % m))
-    found = padded.unflatten(1, (-1, n)).any(2).unflatten(0, (-1, m)).any(1)
-    return int(found.sum()) / len(found)
+    of_queries = pad(seen, (0, 0, 0, -q_rows % m)).unflatten(0, (-1, m)).any(1)
+    places = (torch.arange(kv_rows) + torch.arange(n)[:, None, None]) // n  # by rows above, of each row of keys
+    shape = n, len(of_queries), kv_rows
+    rows = torch.zeros(n, shape[1], (kv_rows + n - 1) // n + 1, dtype=torch.int32)
+    rows.scatter_add_(2, places.expand(shape), of_queries.int().expand(shape))
+    return ((rows > 0).sum((1, 2)) / shape[1]).tolist()
 
 
 def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:

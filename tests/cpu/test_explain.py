@@ -133,5 +133,5 @@ def test_says_what_a_call_is_rewritten_to_or_why_it_stays_as_it_is() -> None:
     assert "strips: 6 of 16 columns" in cut
     sinks = of_image(96, 96, sinks=torch.zeros(16))
     assert "rewrites       strips: nothing, as each part would have the sinks" in sinks
-    assert "strips, backward: nothing, as strips would visit" in of_image(32, 32)
+    assert "strips, backward: nothing, as strips would take" in of_image(128, 18)
     assert "rewrites" not in explained(mask_mod=causal())

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ..tiles.architecture import architecture_of
 from .posed import Direction, Posed
 
 Test = Literal["pairs", "words"]
 SCORES = 128 * 128
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a call's tiles; how many blocks of them run on an SM."""
+
+    queries: int
+    keys: int
+    blocks: int = 1
 
 
 class Cost(NamedTuple):
@@ -39,24 +46,19 @@ MEMORY = 4.0  # bytes a picosecond with which parts of dK and dV are read and ad
 ANOTHER: dict[Direction, float] = {"forward": 6.0, "backward": 30.0}
 
 
-def microseconds(posed: Posed, visits: float, tile: tuple[int, int]) -> float:
-    """The time of a call, whole or in strips, of whose queries each computes scores with `visits` times 128 keys.
-
-    `tile`: queries and keys of one.
-    """
-    problem, target, strips = posed.problem, posed.target, posed.problem.layout.strips
+def microseconds(posed: Posed, visits: float, tile: Tile) -> float:
+    """The time of a call, whole or in strips, of whose queries each computes scores with `visits` times 128 keys."""
+    problem, strips = posed.problem, posed.problem.layout.strips
     widest = max(problem.head_dim, problem.head_dim_v)
     cost = next(cost for (direction, d), cost in COSTS.items() if direction == posed.direction and widest <= d)
-    at_once = target.sms
     if posed.direction == "forward":
-        at_once *= architecture_of(target).forward_tiling(problem, posed.program, target).blocks
-        tiles = problem.batch * problem.q_heads * -(-problem.q_len // tile[0])
+        tiles = problem.batch * problem.q_heads * -(-problem.q_len // tile.queries)
     else:
-        tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile[1])
+        tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // tile.keys)
     scores = problem.batch * problem.q_heads * problem.q_len * visits * 128
     test = cost.pairs if strips is None else cost.words
     of_tile = cost.ends + test * scores / tiles / SCORES
-    return max(1.0, tiles / at_once) * of_tile + _added(posed)
+    return max(1.0, tiles / (posed.target.sms * tile.blocks)) * of_tile + _added(posed)
 
 
 def _added(posed: Posed) -> float:

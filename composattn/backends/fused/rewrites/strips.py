@@ -21,7 +21,7 @@ from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.tiling import ForwardTiling
 from ..tiles.work import visits_now
-from .image_costs import microseconds
+from .image_costs import Tile, microseconds
 from .posed import Found, Nothing, Posed, Rewritten
 from .whole import has_more_than_mods, reads_lengths
 
@@ -45,11 +45,9 @@ class Counted(NamedTuple):
         rows = problem.q_len // strips.columns, problem.kv_len // strips.columns
         assert posed.program.mask is not None
         seen = rows_seen(posed.program.mask, strips.columns, rows, problem.q_heads)
-        of_tile = tile[0] // strips.apart, tile[1] // strips.wide
-        # gradients of keys of the only strip are those of the image, which has no rows above it
-        most = 1 if strips.is_whole and posed.direction == "backward" else of_tile[1]
-        fewest, above = min((tiles_seen(seen, of_tile, above), above) for above in range(most))
-        visits = tile[1] / 128 * fewest
+        of_tile = tile.queries // strips.apart, tile.keys // strips.wide
+        fewest, above = min((tiles, above) for above, tiles in enumerate(tiles_seen(seen, of_tile)))
+        visits = tile.keys / 128 * fewest
         cut = _cut(posed, dataclasses.replace(strips, above=above))
         of_image = strips.count * strips.apart / strips.columns
         return Counted(cut, visits * of_image, microseconds(cut, visits, tile))
@@ -57,7 +55,7 @@ class Counted(NamedTuple):
     @staticmethod
     def whole(posed: Posed, several_axes: bool) -> Counted:
         tile = _tile(posed)
-        visits = _visited(posed.problem, posed.program, several_axes, tile)
+        visits = _visited(posed.problem, posed.program, several_axes, tile[:2])
         return Counted(posed, visits, microseconds(posed, visits, tile))
 
 
@@ -152,15 +150,16 @@ def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
     return dataclasses.replace(tiling, tile_n=tiling.tile_n // strips.wide * strips.wide)
 
 
-def _tile(posed: Posed) -> tuple[int, int]:
-    """Queries and keys of a tile of the call, as far as a fixed order of gradients does not change it."""
+def _tile(posed: Posed) -> Tile:
+    """The call's tiles, as far as a fixed order of gradients does not change them."""
     problem, program, target = posed.problem, posed.program, posed.target
     if posed.direction == "backward":
         backward = architecture_of(target).backward_tiling(problem, program, target, False)
-        return backward.tile_m, backward.tile_n
+        return Tile(backward.tile_m, backward.tile_n)
     forward = architecture_of(target).forward_tiling(problem, program, target)
     strips = problem.layout.strips
-    return forward.queries, (forward if strips is None else of_whole_rows(forward, strips)).tile_n
+    keys = forward if strips is None else of_whole_rows(forward, strips)
+    return Tile(forward.queries, keys.tile_n, forward.blocks)
 
 
 def _visited(problem: Problem, program: Program, several_axes: bool, tile: tuple[int, int]) -> float:
