@@ -19,6 +19,7 @@ from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
+from composattn.call.scales import rows_of, scaled_scores, scaled_values
 from composattn.call.schedule import Schedule
 from composattn.mods import masks
 from composattn.mods.mask import Mask
@@ -92,6 +93,16 @@ def forward(score: str = "plain", mask: str = "full", d: int = 128, dv: int = 0,
     heads, lengths = how.pop("heads", (4, 4)), how.pop("lengths", LONG)
     options = how.pop("options", {})
     return lambda: plan_forward(problem(heads, lengths, (d, dv or d), **how), program(score, mask), HOPPER, **options)
+
+
+def of_blocks() -> Any:
+    """A forward of e4m3 q, k and v with scales of blocks, which products add up."""
+    q, k, v = rows_of(*[torch.empty(1, 4, LONG[0], 128, device="meta")] * 3, None, None)
+    scale = torch.ones(1, 4, LONG[0] // 64, 1)
+    scores = scaled_scores([(k, scale)], None, [(q, scale)])
+    assert scores is not None
+    mods = Program(scores.expr, Mask.of(MASKS["causal"]).expr, values=scaled_values(v, scale).expr)
+    return plan_forward(problem((4, 4), LONG, (128, 128), narrow=FP8), mods, HOPPER, return_lse=False)
 
 
 def quantise(scale: str, power_of_two: bool, d: int = 128, **how: Any) -> Callable[[], Any]:
@@ -175,6 +186,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-fp8-alibi-causal-d128": forward("alibi", "causal", narrow=FP8),
     "forward-fp8-no-lse-d128": forward(narrow=FP8, options={"return_lse": False}),
     "forward-fp8-causal-d192-dv128": forward(mask="causal", d=192, dv=128, narrow=FP8),
+    "forward-fp8-of-blocks-causal-d128": of_blocks,
     "forward-fp8-d256": forward(d=256, narrow=FP8),
     "forward-wide-causal-d512": forward(mask="causal", d=512),
     "forward-wide-paged-softcap-d576-dv512": forward(

@@ -49,6 +49,21 @@ def test_score_mods_see_true_scores() -> None:
     check(partial(ca.attention, backend="hopper"), fp8_case(128, 128, 1000, score_mod=alibi(slopes)))
 
 
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_scales_of_blocks_are_right(d: int, dv: int, block: int) -> None:
+    """Keys and values of each block are up to 2^7 times as large as those of others."""
+    make = torch.Generator("cuda").manual_seed(d)
+    q, k, v = (torch.randn(2, h, 1000, n, generator=make, device="cuda") for h, n in ((8, d), (2, d), (2, dv)))
+    sizes = 2.0 ** (torch.arange(1000, device="cuda") // 32 % 8)[:, None]
+    made = ca.quantize(q, k * sizes.rsqrt(), (v + 1.0) * sizes, center=False, scale="block", block=block)
+    scales = tuple(x.scale for x in made)
+    case = Case(*(x.data for x in made), scales=scales, out_dtype=torch.bfloat16, mask_mod=causal())  # type: ignore[arg-type]
+    check(partial(ca.attention, backend="hopper"), case)
+    with_lse, alone = (ca.attention(*made, mask_mod=causal(), return_lse=lse) for lse in (True, False))
+    assert (alone - with_lse[0]).norm() <= 0.02 * alone.norm()
+
+
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("length", [2048, 32768, 131072])
 def test_sums_over_many_keys_lose_nothing(d: int, length: int) -> None:
