@@ -22,9 +22,9 @@ HEAD = """# Differences from FlexAttention
 2.15; functions in compiled regions [to 2.13](torch.md)), `BlockMask` and `return_aux` included, and returns the same.
 Only the import changes. It needs no `torch.compile`. `tests/cpu/flex_conformance` holds it to torch's semantics: the
 ideas of torch's tests, written again (score mods, block masks, captured tensors, gradients, lse and the largest scores,
-strides, shared heads, decoding, torch's `PagedAttention`, errors). The truth there is plain attention in fp64 with autograd. The mean error of a result
-and of each gradient is at most 10 times (half precision: 1.1 times) that of plain PyTorch in the same type, plus one
-rounding.
+strides, shared heads, decoding, torch's `PagedAttention`, errors). The truth there is plain attention in fp64 with
+autograd. The mean error of a result and of each gradient is at most 10 times (half precision: 1.1 times) that of plain
+PyTorch in the same type, plus one rounding.
 
 Errors that torch raises too have torch's type among their bases, so `except ValueError` stays as it is.
 
