@@ -1,0 +1,67 @@
+"""Files of tables: what a row may say of calls, and that all that stands in the files is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composattn.backends.fused.planning.call_class import MaskKind, ModsKind
+from composattn.backends.fused.planning.tables import Span, all_of, first, row_of, table
+
+FILES = sorted((Path(__file__).parents[2] / "composattn" / "backends").rglob("*.json"))
+
+
+@dataclasses.dataclass
+class Call:
+    mods: ModsKind = ModsKind.PLAIN
+    mask: MaskKind = MaskKind.NONE
+    widest: int = 64
+
+
+def made(tmp_path: Path, *rows: dict[str, Any], **more: Any) -> Any:
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps({"patterns": {}, "results": "a.json", "tables": {"it": rows}} | more))
+    return table(path, "it", str)
+
+
+def test_the_first_row_that_a_call_matches_is_taken_and_facts_of_others_may_be_given(tmp_path: Path) -> None:
+    rows = made(
+        tmp_path,
+        {"says": "a", "mods": ["line", "pairs"]},
+        {"says": "b", "mask": {"not": ["none"]}, "widest": "(64, 96]"},
+        {"says": "c", "stays": [True]},
+        {"says": "d"},
+    )
+    assert first(rows, Call(ModsKind.LINE), stays=True) == "a"
+    assert first(rows, Call(mask=MaskKind.BOUNDS, widest=96), stays=True) == "b"
+    assert first(rows, Call(mask=MaskKind.BOUNDS, widest=64), stays=True) == "c"
+    assert first(rows, Call(), stays=False) == "d"
+    assert list(all_of(rows, Call(), stays=True)) == ["c", "d"]
+
+
+def test_patterns_of_a_file_are_shared_by_rows_and_a_row_says_its_evidence(tmp_path: Path) -> None:
+    patterns = {"wide": {"widest": "(96, inf)"}, "plain": {"mods": ["plain"]}}
+    measured = {"says": "a", "of": "wide plain", "shapes": 3, "gain": 1.05}
+    rows = made(tmp_path, measured, {"says": "b", "why": "as it was"}, patterns=patterns)
+    assert rows[0].pattern == {"widest": Span(96, float("inf")), "mods": (ModsKind.PLAIN,)}
+    assert str(row_of(rows, Call(widest=128)).evidence).startswith("measured on 3 shapes: +5.0% over")
+    assert str(row_of(rows, Call()).evidence) == "not measured: as it was"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_each_pattern_of_a_file_is_some_rows(path: Path) -> None:
+    file = json.loads(path.read_text())
+    used = {name for rows in file["tables"].values() for row in rows for name in row.get("of", "").split()}
+    assert used == set(file.get("patterns", {}))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_row_of_a_file_stands_behind_one_that_has_all_calls(path: Path) -> None:
+    sums = {"taken"}  # all rows that match are added up
+    for name, rows in json.loads(path.read_text())["tables"].items():
+        bare = [not set(row) - {"says", "why", "shapes", "gain"} for row in rows]
+        assert name in sums or not any(bare[:-1]), name
