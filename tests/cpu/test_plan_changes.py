@@ -7,13 +7,13 @@ import collections
 import pytest
 
 from benchmarks.cases import Direction
-from benchmarks.plan_changes import Said, compared, drawn, planned
+from benchmarks.plan_changes import Said, compared, drawn, of_drawn
 from benchmarks.shapes import COUNTS, SEEDS
 from benchmarks.shapes import drawn as shapes
 
 
 def test_drawn_calls_are_the_same_in_every_run_and_reach_all_kinds() -> None:
-    found, again = planned(300, 1), planned(300, 1)
+    found, again = of_drawn(300, 1), of_drawn(300, 1)
     assert found == again
     kinds = collections.Counter((call.direction, call.target, call.problem.layout.q) for call in drawn(300, 1))
     assert len(kinds) == 8 and min(kinds.values()) > 1
