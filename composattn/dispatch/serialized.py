@@ -50,8 +50,8 @@ def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
     for mod in mods:
         leaves += () if mod is None else mod.leaves
     scale, backend, deterministic, schedule, *out_dtype = options
-    if isinstance(scale, float):
-        scale = float(scale)  # numpy's floats, too, are written as Python's
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        scale = float(scale)  # numpy's floats, too, are written as Python's, and numbers that vary as what they are now
     if schedule is not None:
         schedule = (
             schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa,

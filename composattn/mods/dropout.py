@@ -69,6 +69,7 @@ class Dropout(Mod):
             raise errors.UnsupportedOption(
                 f"dropout_p is {p!r}; it must be a number from 0 to less than 1, at most {ONE - 1}/{ONE}"
             )
+        p = float(p)  # in a compiled region, one that varies is what it is now
         least = round(p * ONE)
         if least == 0:
             return None

@@ -356,3 +356,17 @@ def test_threads_that_run_the_same_code_have_numbers_of_their_own() -> None:
     with ThreadPoolExecutor(4) as threads:
         for n, found in zip(wanted, threads.map(lambda n: compiled(x, n), wanted), strict=True):
             assert_same([found], [wanted[n]])
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+def test_numbers_of_a_call_may_vary(name: str) -> None:
+    q = torch.randn(1, 2, 16, 8)
+
+    def call(number: float) -> torch.Tensor:
+        options: dict[str, Any] = {name: number}
+        return ca.attention(q, q, q, dropout_seed=3 if name == "dropout_p" else None, **options)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for number in (0.5, 0.25, 0.125, *((2, 3) if name == "scale" else ())):
+        torch.testing.assert_close(compiled(number), call(number))
