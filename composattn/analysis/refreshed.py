@@ -210,9 +210,7 @@ def belongs_to_graph() -> bool:
 
     The graph may be replayed when tensors hold something else.
     """
-    if not torch.cuda.is_initialized():
-        return False
-    if streams.current_device() == _free.get():
+    if has_looked():
         return False
     if streams.is_capturing():
         return True
