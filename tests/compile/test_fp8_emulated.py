@@ -184,6 +184,17 @@ def test_scales_of_blocks_are_right_where_the_softmax_adds_up(multiplied: list[s
     assert set(multiplied) == {FP8}
 
 
+def test_scales_of_blocks_are_right_where_heads_share_a_tile(multiplied: list[str]) -> None:
+    """16 query heads of 2, 20 queries each: a thread has rows of several heads, whose keys are the same."""
+    make = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, h, n, 64, generator=make) for h, n in ((16, 20), (2, 200), (2, 200)))
+    sizes = 2.0 ** (torch.arange(200) // 32)[:, None]
+    made = ca.quantize(q, k * sizes.sqrt(), v * sizes.flip(0) + 1.0, center=False, scale="block", power_of_two=False)
+    case = Case(*(x.data for x in made), scales=tuple(x.scale for x in made), out_dtype=torch.bfloat16)
+    check(attention, case)
+    assert multiplied == [FP8]
+
+
 def test_blocks_with_no_value_but_0_and_scales_of_0_are_right() -> None:
     case = fp8_case(how={"scale": "block"})
     q_scale, k_scale, v_scale = (scale.clone() for scale in case.scales)
