@@ -10,7 +10,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.call_class import MaskKind, ModsKind, mask_of, mods_of
 from ..fused.planning.plan import interval_shape
-from ..fused.planning.tables import Table, all_of, table
+from ..fused.planning.tables import Evidence, Table, matches, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
@@ -59,14 +59,22 @@ SHAPES: Table[Shape] = table(FILE, "forward", lambda says: Shape(**says))
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> WarpTiling:
     """Tiles of the forward kernel: the first row of the table that is of such calls and fits in shared memory."""
+    return _chosen(problem, program, target)[0]
+
+
+def forward_words(problem: Problem, program: Program, target: Target) -> str:
+    """What says so, for people to read."""
+    return f"{mods_of(program).value}; {_chosen(problem, program, target)[1]}"
+
+
+def _chosen(problem: Problem, program: Program, target: Target) -> tuple[WarpTiling, Evidence]:
     heads = packed_heads(problem, program, FEW)
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    few = queries(problem) * slots(heads) <= FEW
-    if problem.schedule.batch_invariant:  # the keys of a tile may not depend on how many queries there are
-        few = False
+    # the keys of a tile may not depend on how many queries there are where bits may not
+    few = queries(problem) * slots(heads) <= FEW and not problem.schedule.batch_invariant
     facts = Facts(max(d, dv), few, is_light(problem, program))
-    tilings = (shaped(shape, d, dv, heads, problem) for shape in all_of(SHAPES, facts))
-    return next(tiling for tiling in tilings if fits(tiling, target))
+    tilings = ((shaped(row.says, d, dv, heads, problem), row.evidence) for row in SHAPES if matches(facts, row.pattern))
+    return next((tiling, evidence) for tiling, evidence in tilings if fits(tiling, target))
 
 
 def is_light(problem: Problem, program: Program) -> bool:
@@ -76,15 +84,9 @@ def is_light(problem: Problem, program: Program) -> bool:
     return of_scores and from_the_first and mask_of(problem, program) in (MaskKind.NONE, MaskKind.BOUNDS)
 
 
-def forward_words(problem: Problem, program: Program, target: Target) -> str:
-    """Which row of the table a call's tiling is from, for people to read."""
-    return f"{mods_of(program).value}, the first of the tiles that fit; not measured on {target.gpu}"
-
-
 def fits(tiling: WarpTiling, target: Target) -> bool:
     """Whether an SM holds as many blocks as the tiling wants, each with what it reserves."""
-    each = tiling.shared_memory(element_bytes=2) + RESERVED
-    return tiling.blocks * each <= target.shared_memory + RESERVED
+    return tiling.blocks * (tiling.shared_memory(element_bytes=2) + RESERVED) <= target.shared_memory + RESERVED
 
 
 def shaped(shape: Shape, d: int, dv: int, heads: int, problem: Problem) -> WarpTiling:
