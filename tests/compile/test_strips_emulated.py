@@ -145,8 +145,9 @@ def test_a_narrow_image_as_one_strip_gives_its_results_and_gradients(
 ) -> None:
     monkeypatch.setattr(of_images, "WIDTHS", ())
     asked = case(generator, sizes, dtype, mask, score)
-    posed = rewritten(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER)).posed
-    assert posed.problem.layout.strips is not None and posed.problem.layout.strips.is_whole
+    for direction in ("forward", "backward"):
+        posed = rewritten(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER, direction)).posed
+        assert posed.problem.layout.strips is not None and posed.problem.layout.strips.is_whole
     check(partial(ca.attention, backend="hopper-emulated"), asked)
     check(partial(ca.attention, backend="hopper-emulated", deterministic=True), asked)
 

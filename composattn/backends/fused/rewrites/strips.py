@@ -46,7 +46,10 @@ class Counted(NamedTuple):
         assert posed.program.mask is not None
         seen = rows_seen(posed.program.mask, strips.columns, rows, problem.q_heads)
         of_tile = tile.queries // strips.apart, tile.keys // strips.wide
-        fewest, above = min((tiles, above) for above, tiles in enumerate(tiles_seen(seen, of_tile)))
+        counts = tiles_seen(seen, of_tile)
+        if strips.is_whole and posed.direction == "backward":
+            counts = counts[:1]  # gradients of the only strip's keys are the image's, which has no rows above it
+        fewest, above = min((tiles, above) for above, tiles in enumerate(counts))
         visits = tile.keys / 128 * fewest
         cut = _cut(posed, dataclasses.replace(strips, above=above))
         of_image = strips.count * strips.apart / strips.columns
@@ -132,8 +135,6 @@ def _without_a_tiling(posed: Posed) -> str:
     if not architecture.copies_boxes:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
-        if strips.is_whole:
-            return "gradients of an image as one strip ended in an illegal instruction on an H200"
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
         whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)
         return "" if whole else "tiles of the backward have no whole rows of a strip"
