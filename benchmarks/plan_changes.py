@@ -198,7 +198,7 @@ def drawn(count: int, seed: int) -> Iterator[Drawn]:
 
 
 def of_cases() -> dict[str, Said]:
-    """Of each call of the harness and of sweeps: its plan, and what is said of it."""
+    """Each call of the harness and of sweeps: its plan, and what is said of it."""
     found: dict[str, Said] = {}
     for case in (*CASES, *every_shape()):
         if not case.page_size and case.measure in ("tflops", "tbps"):

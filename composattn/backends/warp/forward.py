@@ -90,7 +90,7 @@ class Step(Bundle):
         return self.after(1)
 
     def after(self, count: int) -> "Step":
-        """So many steps later, at most a lap of the stages."""
+        """The step `count` later, at most a lap of the stages."""
         if count % self.stages == 0:
             return Step(self.stages, self.number + count, self.stage)
         stage = self.stage + count

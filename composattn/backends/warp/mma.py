@@ -88,7 +88,7 @@ class WarpProducts(OutputProducts):
         raise NotImplementedError("rows leave from registers")
 
     def scores(self, stage: Any) -> cute.Tensor:
-        """Of the queries and the keys of a stage."""
+        """The products of queries and keys of a stage."""
         tSrS = cute.make_rmem_tensor(self._sums(self.keys), Float32)
         tSrS.fill(0.0)
         for step in range(self.steps):

@@ -146,7 +146,7 @@ def test_torchs_mask_for_no_mask_fits_all_lengths(compiled: bool, generator: tor
 
 @pytest.mark.parametrize("block", [(1, 64), (3, 32), (16, 40)])
 def test_a_block_of_any_size_that_has_the_whole_length(block: Any, generator: torch.Generator) -> None:
-    """As in decoding, where all queries lie in one block."""
+    """All queries lie in one block, as in decoding."""
     q, k, v = draw(generator, 2, 2, block[0], 40 if block[1] == 40 else 96)
     made = create_block_mask(lambda b, h, i, j: j % 5 != i, 1, 1, q.shape[2], k.shape[2], "cpu", block)
     found = ca.flex_attention(q, k, v, block_mask=made)
