@@ -39,7 +39,7 @@ MASKS: dict[str, Any] = {
     "checkerboard": lambda b, h, q, kv: (q + kv) % 2 == 0,
     "rows": lambda b, h, q, kv: (q >= kv) & (q % 7 != 3),
     "grid": lambda b, h, q, kv: ((q // 64 - kv // 64).abs() <= 3) & ((q % 64 - kv % 64).abs() <= 3),
-    "neighborhood": masks.neighborhood((15, 20), (3, 5)),
+    "neighborhood": masks.neighborhood((8, 30), (3, 21)),  # too wide for strips
     "blocks": ca.BlockSparse(BLOCKS[None, None], 64, partial=masks.causal()),
 }
 SCORES: dict[str, Any] = {
