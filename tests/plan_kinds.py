@@ -1,4 +1,4 @@
-"""Plans of every kind, with tilings of every kind, on both architectures."""
+"""Plans of every kind, with tilings of every kind, on all architectures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
-from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
+from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.mods import causal, document, neighborhood
@@ -61,6 +61,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-wide-of-bytes": lambda: forward(HOPPER, d=512, length=SHORT, narrow=BYTES),
     "hopper-forward-fp8": lambda: forward(HOPPER, narrow=(torch.float8_e4m3fn,) * 3),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
+    "warp-forward": lambda: forward(AMPERE, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),
     "hopper-dequantise": lambda: dequantise(HOPPER),
