@@ -112,6 +112,7 @@ class Replay:
         read = [own.get(n, t) for n, t in enumerate(inputs)]
         standing_ones = [inputs[n] for n in standing]
         self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
+        self.written = [memory for memory, _ in self.given]
 
         def captured() -> None:
             for (memory, stands), found in zip(self.given, run(read), strict=True):
@@ -134,6 +135,7 @@ class Replay:
             if self.memory:  # in one launch, where they are of one type
                 torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[misc]
             self.graph()
+            torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
             return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
 
     def _stream(self) -> int | None:
