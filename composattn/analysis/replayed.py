@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -32,20 +33,26 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """`run`, captured on a stream of its own; its errors are torch's."""
+    """`run`, captured aside of the current stream, in the memory of the graphs that live; its errors are torch's."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        turn = turn_on(device)
+        other = next(iter(turn.graphs), None)  # held meanwhile: a pool whose graphs have all ended is taken no more
+        self.pool: Any = torch.cuda.graph_pool_handle() if other is None else other.pool
         self._graph = torch.cuda.CUDAGraph()
-        now, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        if turn.aside is None:
+            turn.aside = torch.cuda.Stream(device)
+        now, aside = torch.cuda.current_stream(device), turn.aside
         aside.wait_stream(now)
         with torch.cuda.stream(aside), _no_collection():
             # another thread may do what it likes meanwhile
-            self._graph.capture_begin(pool=turn_on(device).pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:
                 self._graph.capture_end()
         now.wait_stream(aside)
+        turn.graphs.add(self)
 
     def __call__(self) -> None:
         self._graph.replay()
@@ -68,11 +75,12 @@ GRAPHS: dict[str, Callable[[Callable[[], object], torch.device], Graph]] = {"cud
 
 
 class _Turn:
-    """Who replays on a device now, and the pool of memory that all its graphs share."""
+    """Who replays on a device now; its graphs that live, which share a pool of memory, and where they are captured."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock, self.streams = threading.RLock(), streams_of(device)
-        self.pool: Any = None if self.streams is None else torch.cuda.graph_pool_handle()
+        self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self.aside: Any = None  # one stream: memory of a pool is taken again by the stream alone that gave it back
 
     def __enter__(self) -> None:
         self.lock.acquire()
@@ -161,7 +169,7 @@ def replay_of(
     if device.type not in GRAPHS or any(t.device != device for t in tensors):
         return None
     # memory like that of expanded ones can't be written to
-    if sum(t.nbytes for t in tensors) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
+    if sum(map(_reach, tensors)) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
         return None
     try:
         return Replay(run, inputs, results, standing)
@@ -172,6 +180,11 @@ def replay_of(
 
 def _is_among(t: T, tensors: Sequence[T | None]) -> bool:
     return any(t is other for other in tensors)
+
+
+def _reach(t: T) -> int:
+    """Bytes from its first element to its last: what memory like it takes, as a column of a large one does."""
+    return (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))) * t.element_size()
 
 
 def _memory_like(t: T) -> T:

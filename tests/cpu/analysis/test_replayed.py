@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -103,6 +106,45 @@ def test_expanded_inputs_and_large_ones_are_not_captured(monkeypatch: pytest.Mon
     for n in range(RUNS):
         assert torch.equal(run((torch.full((9,), n),))[0], torch.full((9,), n + 1))
     assert not StandIn.made
+
+
+def test_a_column_of_a_large_tensor_is_not_captured() -> None:
+    """Memory like it would be as large."""
+    run, large = Rerun(lambda inputs: [inputs[0] + 1]), torch.zeros(9, replayed.MOST_BYTES // 8)
+    for n in range(RUNS):
+        large[:, 0] = n
+        assert torch.equal(run((large[:, 0],))[0], torch.full((9,), n + 1.0))
+    assert not StandIn.made
+
+
+class FakeGraph:
+    """What torch holds graphs to: a pool that graphs have used is there for more as long as one of them lives."""
+
+    uses: ClassVar[dict[int, int]] = {}
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert self.uses.get(pool, 1), "a pool whose graphs have all ended"
+        self.uses[pool] = self.uses.get(pool, 0) + 1
+        self.pool = pool
+
+    def capture_end(self) -> None: ...
+
+    def __del__(self) -> None:
+        self.uses[self.pool] -= 1
+
+
+def test_graphs_share_a_pool_for_as_long_as_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, handles, FakeGraph.uses = torch.device("cuda", 99), itertools.count(), {}
+    fakes = {"CUDAGraph": FakeGraph, "graph_pool_handle": lambda: next(handles), "stream": lambda of: nullcontext()}
+    for name, fake in {**fakes, "Stream": MagicMock(), "current_stream": MagicMock()}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(replayed, "_turns", {})
+    first, second = (replayed.CudaGraph(lambda: None, device) for _ in range(2))
+    del first
+    third = replayed.CudaGraph(lambda: None, device)
+    assert FakeGraph.uses == {0: 2}
+    del second, third
+    assert replayed.CudaGraph(lambda: None, device).pool == 1
 
 
 def test_a_refused_capture_is_said_once_and_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
