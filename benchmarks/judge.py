@@ -134,19 +134,20 @@ def _facts(row: Row[Any]) -> str:
 
 
 def write(direction: Direction) -> None:
-    """Each row's shapes and gain, in its line of the file."""
+    """Each row's shapes and gain, in its line of the file, before what was written there by hand."""
     lines = FILES[direction].read_text().split("\n")
     for name, rows in TABLES[direction].items():
         start = lines.index(f'  "{name}": [') + 1
         for number, row in enumerate(rows, start):
             said = {key: value for key, value in json.loads(lines[number].rstrip(",")).items() if key not in EVIDENCE}
             found = gains(direction, name, row)
-            why: dict[str, Any] = (
-                {"shapes": len(found), "gain": round(statistics.geometric_mean(found), 3)} if found else {}
-            )
-            why = why or {"why": row.evidence.why or "as it was"}
+            told: dict[str, Any] = {}
+            if found:
+                told = {"shapes": len(found), "gain": round(statistics.geometric_mean(found), 3)}
+            if row.evidence.why or not found:
+                told["why"] = row.evidence.why or "as it was"
             comma = "," * lines[number].endswith(",")
-            lines[number] = f"   {json.dumps(said | why, ensure_ascii=False)}{comma}"
+            lines[number] = f"   {json.dumps(said | told, ensure_ascii=False)}{comma}"
     FILES[direction].write_text("\n".join(lines))
 
 

@@ -23,7 +23,7 @@ LENGTHS = ((100, 64, 700, 1, 62, 333, 825), (2085,), (130,) * 16 + (5,))
 
 
 def ids() -> torch.Tensor:
-    """Of three sequences."""
+    """Which document each row of three sequences is in."""
     of = [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in LENGTHS]
     return torch.stack(of).to("cuda")
 
