@@ -15,7 +15,7 @@ from ..mods.score import Score
 from ..mods.values import Values
 from .eight_bits import EIGHT_BITS, Quantized, refuse_narrow_gradient
 from .problem import Problem, softmax_scale
-from .scales import rows_of, scaled_scores, scaled_values
+from .scales import Rows, Scale, rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,8 +67,9 @@ def in_eight_bits(
     q, k, v = given
     queries = q.data
     of_q, of_k, of_v = rows_of(queries, k.data, v.data, *where)
-    before = [] if k.scale is None else [(of_k, k.scale)]
-    behind = [] if q.scale is None else [(of_q, q.scale)]
+    # both are there beside a mod, so that no factor of the user's own, which may be negative, is taken for one of them
+    both = multiplies is not None and score_mod is not None and queries.dtype in EIGHT_BITS
+    before, behind = _factor(of_k, k, both), _factor(of_q, q, both)
     shift = None
     if k.mean is not None and (sums_are_seen or _bends(score_mod)) and not surely(queries.numel() == 0):
         shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries.to(dtype), k.mean)
@@ -105,6 +106,12 @@ def _quantized(name: str, given: Any, scale: Any) -> Quantized:
         return Quantized(given, None, dtype=given.dtype)
     refuse_narrow_gradient(name, given)
     return Quantized(given, _number(name, scale, given))
+
+
+def _factor(rows: Rows, given: Quantized, always: bool) -> list[Scale]:
+    """What scores are multiplied by for q or k: its scale, or nothing where it has none, or 1 where one is `always`."""
+    scale = _number(rows.name, 1.0, given.data) if always and given.scale is None else given.scale
+    return [] if scale is None else [(rows, scale)]
 
 
 def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:

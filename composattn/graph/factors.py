@@ -1,4 +1,8 @@
-"""What a score mod multiplies the score by before all else, as scales of 8-bit tensors do, by how often it changes."""
+"""What a score mod multiplies the score by before all else, as scales of 8-bit tensors do, by how often it changes.
+
+Scales are not negative, and a softmax takes no others. What a user's own score mod multiplies by may be: it comes
+behind the scales of k and of q, and is none.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +35,14 @@ class Scales(NamedTuple):
 
 
 RUNS = (128, 64, 32)  # keys: fewer are numbers of each key
+MOST = 2  # factors of a score: the scales of k and of q, both of which a call with a score mod has
 
 
 def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) -> tuple[Expr | None, Scales]:
     """(what else the score mod `node` does, None: nothing; its factors and those of `values`, in tiles of such keys).
 
-    `rate`: how often a node has to be computed. Nothing that changes with each pair is a factor here.
+    `rate`: how often a node has to be computed. Nothing that changes with each pair is a factor here, nor is anything
+    behind the first two.
     """
     rest, factors = (None, ()) if node is None else split_factors(node, lambda y: rate(y) is not Rate.ELEMENT)
     found: dict[Rate, list[Expr]] = defaultdict(list)
@@ -61,13 +67,16 @@ def _longest_runs(nodes: list[Expr], tile_n: int) -> tuple[int, list[Expr]]:
 
 
 def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, tuple[Expr, ...]]:
-    """(`rest`, factors): `node` is `rest` of the score times these, each of which `is_known`, and nobody sees less."""
+    """(`rest`, up to `MOST` factors): `node` is `rest` of the score times these, each of which `is_known`.
+
+    Nobody sees the score with fewer of them.
+    """
     users: dict[Expr, list[Expr]] = defaultdict(list)
     for user in walk(node):
         for part in user.args:
             users[part].append(user)
-    scaled, factors = score(), []
-    while scaled is not node and len(users[scaled]) == 1 and users[scaled][0].op == "mul":
+    scaled, factors = score(), list[Expr]()
+    while scaled is not node and len(factors) < MOST and len(users[scaled]) == 1 and users[scaled][0].op == "mul":
         (product,) = users[scaled]
         (factor,) = (x for x in product.args if x is not scaled)
         if factor.deps & score().deps or not is_known(factor):

@@ -208,6 +208,27 @@ def test_scales_of_each_key_multiply_scores() -> None:
     check(attention, dataclasses.replace(made, scales=(*made.scales[:2], of_heads), mask_mod=causal()))
 
 
+FACTORS: dict[str, tuple[torch.Tensor, Any]] = {
+    "of heads": (torch.tensor([1.0, -0.5, 2.0, -1.0]), lambda w: lambda s, b, h, q, kv: s * w[h]),
+    "of rows": (torch.linspace(-1.0, 1.0, 150), lambda w: lambda s, b, h, q, kv: s * w[q]),
+    "of keys": (torch.linspace(1.0, -1.0, 200), lambda w: lambda s, b, h, q, kv: w[kv] * s),
+    "of blocks of keys": (torch.tensor([1.0, -1.0, 0.5, -2.0]), lambda w: lambda s, b, h, q, kv: s * w[kv // 64]),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("given", ["q_scale and k_scale", "k_scale", "no scale"])
+def test_what_a_users_own_mod_multiplies_by_may_be_negative(
+    factor: tuple[torch.Tensor, Any], given: str, multiplied: list[str]
+) -> None:
+    """It is no scale, whose softmax would take none below 0."""
+    weights, mod = factor
+    made = fp8_case(score_mod=mod(weights))
+    scales = tuple(x if f"{name}_scale" in given else None for name, x in zip("qkv", made.scales, strict=True))
+    check(attention, dataclasses.replace(made, scales=scales))
+    assert multiplied == [FP8]
+
+
 def test_a_negative_scale_is_seen_by_all() -> None:
     case = fp8_case()
     assert attention(case.q, case.k, case.v, q_scale=-1.0).isnan().all()
