@@ -23,17 +23,51 @@ NOT_SERVED = errors.UnsupportedDType, errors.UnsupportedHeadDim, errors.Unsuppor
 
 
 def where_served(prepare: Prepare) -> Prepare:
-    """Calls whose forward generated kernels compute and whose gradients PyTorch does, as it does what they refuse."""
+    """Calls whose forward generated kernels compute and whose gradients PyTorch does, as it does what they refuse.
+
+    What they refuse of a batch-invariant call stays refused.
+    """
 
     def prepared(problem: Problem, program: Program, scale: float) -> PreparedCall:
         in_torch = streaming.prepare(problem, program, scale)
         try:
             generated = prepare(problem, program, scale)
-        except NOT_SERVED:
-            return in_torch
+        except NOT_SERVED as refused:
+            if problem.schedule.batch_invariant:
+                raise  # PyTorch's products have no order of sums that holds for all calls
+            return InTorch(in_torch, str(refused))
         return ForwardGenerated(generated, in_torch, program)
 
     return prepared
+
+
+@dataclasses.dataclass(frozen=True)
+class InTorch:
+    """A prepared call of PyTorch, with the reason why no kernel computes it."""
+
+    call: PreparedCall
+    why: str
+
+    rewrites = ""
+
+    @property
+    def plan(self) -> str:
+        return f"in PyTorch, as by backend='streaming': {self.why}"
+
+    @property
+    def captured_sums(self) -> str:
+        return self.call.captured_sums
+
+    def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
+        return self.call(inputs, asked)
+
+    def fast_path(self, inputs: Inputs) -> FastPath | None:
+        return self.call.fast_path(inputs)
+
+    def begin(
+        self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
+    ) -> Differentiable:
+        return self.call.begin(scalars, sequences, return_max_scores)
 
 
 class Halves:

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn import backends
+from composattn import backends, errors
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.served import where_served
 from composattn.mods.masks import causal
@@ -82,7 +82,18 @@ def test_what_kernels_refuse_is_computed_in_pytorch(launches: list[str]) -> None
     out = attention(q, q, q)
     assert torch.equal(out, ca.attention(q, q, q, backend="streaming"))
     assert attention(*torch.randn(3, 1, 1, 20, 64)).dtype is torch.float32  # no kernel multiplies fp32
+    assert "in PyTorch" in (said := str(ca.Attention(backend=NAME).explain(q, q, q))) and "up to 256, got 264" in said
     assert launches == []
+
+
+def test_what_kernels_refuse_of_a_batch_invariant_call_stays_refused(launches: list[str]) -> None:
+    """PyTorch's sums are in an order of each call's own."""
+    schedule = ca.Schedule(batch_invariant=True)
+    q = torch.randn(1, 1, 20, 264, dtype=torch.bfloat16)
+    with pytest.raises(errors.UnsupportedHeadDim, match="up to 256, got 264"):
+        attention(q, q, q, schedule=schedule)
+    attention(*q[None, ..., :64].expand(3, 1, 1, 20, 64), schedule=schedule)
+    assert launches == ["forward"]
 
 
 def test_the_same_inputs_take_the_fast_path_while_nothing_learns(launches: list[str]) -> None:
