@@ -1,4 +1,7 @@
-"""What a call on an image takes, whole and in strips: a model fitted to timed calls, which decides between them."""
+"""What a call on an image takes, whole and in strips: a model fitted to timed calls, which decides between them.
+
+Times of tiles are fitted, each with its calls as evidence; what is paid once a call is estimated, and says so.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ COSTS: dict[tuple[Direction, int], Cost] = {
     ),
 }
 MEMORY = 4.0  # bytes a picosecond with which parts of dK and dV are read and added: 202 MB in 50.5 us
-JOIN = 5.0  # microseconds of a kernel more, which adds them
-# Microseconds of the GPU between calls, and for the kernels around one more of them
+JOIN = 5.0  # microseconds of a kernel more, which adds them: an estimate, nobody timed it alone
+# Microseconds of the GPU between calls, and for the kernels around one more of them: estimates, nobody timed them alone
 ANOTHER: dict[Direction, float] = {"forward": 6.0, "backward": 30.0}
 
 
