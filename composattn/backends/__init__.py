@@ -106,7 +106,8 @@ def check_name(name: str | None) -> None:
 def choose(name: str | None, problem: Problem) -> Backend:
     """The backend of that name; for None the generated kernels on GPUs that have some, streaming elsewhere.
 
-    Where these have no backward, None means their forward with streaming's gradients; streaming, for what they refuse.
+    Where these have no backward, None means their forward with streaming's gradients, and streaming for what they
+    refuse of a call that isn't batch-invariant.
 
     Warns: `NeverRanOnDevice`, where None picks kernels that nobody saw run.
     Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call), `InvalidSchedule`.
