@@ -9,6 +9,7 @@ captured; of others launches take a small part of the time.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 import weakref
@@ -163,10 +164,15 @@ def replay_of(
     results: Sequence[T],
     standing: Collection[int],
 ) -> Replay | None:
-    """The run as one graph, where its device has graphs and it is small; None elsewhere, and where torch refuses."""
+    """The run as one graph, where its device has graphs and it is small; None elsewhere, and where torch refuses.
+
+    On a GPU by torch's own allocator alone, whose graphs have pools.
+    """
     tensors = [*(t for t in inputs if t is not None), *results]
     device = results[0].device
     if device.type not in GRAPHS or any(t.device != device for t in tensors):
+        return None
+    if device.type == "cuda" and not _has_pools():
         return None
     # memory like that of expanded ones can't be written to
     if sum(map(_reach, tensors)) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
@@ -176,6 +182,11 @@ def replay_of(
     except RuntimeError as error:
         warnings.warn(f"what a mask's tiles are derived by was not captured, and runs as it did: {error}", stacklevel=2)
         return None
+
+
+def _has_pools() -> bool:
+    """Whether what a graph makes meanwhile is nobody else's: other allocators may give it to others, unasked."""
+    return torch.cuda.get_allocator_backend() == "native" and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
 def _is_among(t: T, tensors: Sequence[T | None]) -> bool:

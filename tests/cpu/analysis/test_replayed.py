@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
@@ -145,6 +146,24 @@ def test_graphs_share_a_pool_for_as_long_as_one_lives(monkeypatch: pytest.Monkey
     assert FakeGraph.uses == {0: 2}
     del second, third
     assert replayed.CudaGraph(lambda: None, device).pool == 1
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync", "pluggable"])
+@pytest.mark.parametrize("caches", [True, False])
+def test_gpus_have_graphs_where_torch_keeps_their_memory_apart(
+    backend: str, caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    if not caches:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    monkeypatch.setattr(replayed, "Replay", MagicMock())
+    on_gpu: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), shape=(9,), stride=lambda: (1,), element_size=lambda: 4
+    )
+    monkeypatch.setattr(torch, "_debug_has_internal_overlap", lambda t: 0)
+    found = replayed.replay_of(lambda inputs: inputs, [on_gpu], [on_gpu], ())
+    assert (found is not None) == (backend == "native" and caches)
 
 
 def test_a_refused_capture_is_said_once_and_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
