@@ -72,7 +72,7 @@ class Refreshed(Generic[V]):
                     self._streams.read(value)
                 return value
             if self._streams is not None:
-                self._streams.write()
+                self._streams.write(value)
             made = make(*given)
             if made is value or may_cache():
                 self._kept = stamp, made, holding
@@ -104,7 +104,7 @@ class Rewriting:
             value._lock.acquire()
         for value in self._values:
             if value._streams is not None:
-                value._streams.write()
+                value._streams.write(value._kept[1])
             value._kept = None, value._kept[1], ()  # nobody's, should this fail
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 DEFAULT_STREAM = 0  # the handle of CUDA's legacy default stream, on every device
 
@@ -30,12 +31,10 @@ class Streams:
         now = torch.cuda.current_stream(self._device)
         now.wait_stream(next(iter(self._knowing.values()), now))
         self._knowing[now.cuda_stream] = now
-        for tensor in memory if isinstance(memory, list | tuple) else [memory]:
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(now)  # its memory is no one else's before this stream is done with it
+        _used_on(now, memory)
 
-    def write(self) -> None:
-        """The current stream is about to write, and is the only one that comes after it."""
+    def write(self, memory: object = None) -> None:
+        """The current stream is about to write, into this memory, and is the only one that comes after it."""
         if len(self._knowing) == 1 and self.know():  # it wrote last, and nobody else has read
             return
         if is_capturing():
@@ -44,7 +43,16 @@ class Streams:
         for other in self._knowing.values():
             if other != now:
                 now.wait_stream(other)
+        if self._knowing and now.cuda_stream not in self._knowing:
+            _used_on(now, memory)
         self._knowing = {now.cuda_stream: now}
+
+
+def _used_on(stream: torch.cuda.Stream, memory: object) -> None:
+    """The memory of these tensors is no one else's before this stream is done with it."""
+    for tensor in memory if isinstance(memory, list | tuple) else [memory]:
+        if isinstance(tensor, torch.Tensor) and not is_functorch_wrapped_tensor(tensor):
+            tensor.record_stream(stream)
 
 
 def streams_of(device: torch.device) -> Streams | None:

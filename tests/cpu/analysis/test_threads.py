@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn.analysis.derived import Derived, refresh
-from composattn.analysis.refreshed import Refreshed
+from composattn.analysis.refreshed import Refreshed, Rewriting
 from composattn.analysis.streams import DEFAULT_STREAM, Streams, is_capturing
 from composattn.analysis.tile_lists import Extent, KeyLists
 from composattn.analysis.windows import Windows, range_extreme
@@ -160,3 +160,24 @@ def test_streams_wait_for_who_wrote_and_who_writes_for_all_that_read(monkeypatch
     assert ask(2) == [[2], [], []]
     now, capturing = two, True
     assert ask(2) == ask(3) == [[], [], []], "a graph that is recorded may wait for nothing outside"
+
+
+def test_memory_is_nobody_elses_before_a_stream_that_rewrites_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Stream(0), Stream(1)
+    now, used = one, list[tuple[object, int]]()
+    monkeypatch.setattr("composattn.analysis.streams.stream_handle", lambda device: now.cuda_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: used.append((t, stream.cuda_stream)))
+    monkeypatch.setattr("composattn.analysis.refreshed.streams_of", Streams)
+    table = torch.zeros(3)
+    kept: Refreshed[torch.Tensor] = Refreshed(table, (0,), device=torch.device("cuda", 0))
+    together = Rewriting([kept])
+    kept([1], lambda: table.add_(1))
+    assert not used
+    now = two
+    kept([2], lambda: table.add_(1))
+    assert used == [(table, 1)]
+    now = one
+    with together as values:
+        values.done(lambda n: [3])
+    assert used == [(table, 1), (table, 0)]
