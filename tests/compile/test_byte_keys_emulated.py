@@ -109,3 +109,10 @@ def test_a_tensor_with_gaps_is_made_16_bits_by_torch() -> None:
     k = torch.randn(1, 2, 9, 96).to(E4M3)[..., :64]
     wide, _ = dequantised(k, k, TARGET, torch.bfloat16, EmulatedKernel)
     assert torch.equal(wide, k.to(torch.bfloat16))
+
+
+def test_keys_that_heads_share_in_memory_are_cast_one_by_one() -> None:
+    """From the first to the last number there are as many places as numbers, but some numbers twice, and gaps."""
+    shared = torch.randn(2, 3, 40, 64).to(E4M3)[:, :1].expand(2, 2, 40, 64)
+    wide, _ = dequantised(shared, shared, TARGET, torch.bfloat16, EmulatedKernel)
+    assert torch.equal(wide, shared.to(torch.bfloat16))

@@ -19,7 +19,7 @@ PIECE = 8  # numbers, and bytes, that a thread reads at once
 def dequantised(
     k: torch.Tensor, v: torch.Tensor, target: Target, dtype: torch.dtype, kernel_of: Callable[[Any], Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v in 16 bits, laid out as they are. PyTorch casts what lies with gaps in memory.
+    """k and v in 16 bits, laid out as they are. PyTorch casts what lies with gaps in memory, or has a number twice.
 
     `kernel_of`: what makes a kernel of a plan.
     """
@@ -32,14 +32,19 @@ def dequantised(
 
 
 def _is_whole(x: torch.Tensor) -> bool:
-    """Whether a tensor of 8 bits fills the memory from its first to its last number, in whole pieces."""
-    whole = x.is_contiguous() or _extent(x) == x.numel()
+    """Whether a tensor of 8 bits has each number of a range of memory once, in whole pieces."""
+    whole = x.is_contiguous() or _is_permuted(x)
     return whole and x.dtype in EIGHT_BITS and not (x.numel() | x.data_ptr()) % PIECE
 
 
-def _extent(x: torch.Tensor) -> int:
-    """Numbers from the first to the last one in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+def _is_permuted(x: torch.Tensor) -> bool:
+    """Whether it would be contiguous with its dimensions in another order."""
+    below = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != below:
+            return False
+        below *= size
+    return True
 
 
 @functools.lru_cache(maxsize=64)
