@@ -81,6 +81,7 @@ class _Turn:
     def __init__(self, device: torch.device) -> None:
         self.lock, self.streams = threading.RLock(), streams_of(device)
         self.graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self.refused = False  # torch did once: what a capture that fails leaves behind, another would meet
         self.aside: Any = None  # one stream: memory of a pool is taken again by the stream alone that gave it back
 
     def __enter__(self) -> None:
@@ -164,7 +165,7 @@ def replay_of(
     results: Sequence[T],
     standing: Collection[int],
 ) -> Replay | None:
-    """The run as one graph, where its device has graphs and it is small; None elsewhere, and where torch refuses.
+    """The run as one graph, where its device has graphs and it is small; None elsewhere, and once torch refused one.
 
     On a GPU by torch's own allocator alone, whose graphs have pools.
     """
@@ -172,7 +173,8 @@ def replay_of(
     device = results[0].device
     if device.type not in GRAPHS or any(t.device != device for t in tensors):
         return None
-    if device.type == "cuda" and not _has_pools():
+    turn = turn_on(device)
+    if turn.refused or (device.type == "cuda" and not _has_pools()):
         return None
     # memory like that of expanded ones can't be written to
     if sum(map(_reach, tensors)) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
@@ -180,7 +182,11 @@ def replay_of(
     try:
         return Replay(run, inputs, results, standing)
     except RuntimeError as error:
-        warnings.warn(f"what a mask's tiles are derived by was not captured, and runs as it did: {error}", stacklevel=2)
+        turn.refused = True
+        warnings.warn(
+            f"what derives a mask's tiles was not captured, and runs as it did, as all on {device} will: {error}",
+            stacklevel=2,
+        )
         return None
 
 

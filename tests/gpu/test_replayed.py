@@ -100,6 +100,19 @@ def test_ids_written_in_place_on_streams_in_turn(replays: list[object]) -> None:
     assert replays
 
 
+def test_blocks_written_in_place(replays: list[object]) -> None:
+    """Lists of tiles read a table that a graph rewrites, whose writes torch does not count by itself."""
+    needs_backward(gpu_backend())
+    x, tiles = Inputs(), torch.ones(1, 2, LENGTH // 64, LENGTH // 64, dtype=torch.int8, device="cuda")
+    attention = ca.Attention(mask_mod=ca.BlockSparse(tiles, 64))
+    for _ in range(STEPS):
+        tiles.copy_(torch.randint(0, 2, tiles.shape, device="cuda"))
+        tiles[..., 0] = 1  # each row sees some keys
+        wanted = ca.Attention(mask_mod=ca.BlockSparse(tiles.clone(), 64), backend="streaming")
+        assert_close(x.step(attention), x.step(wanted))
+    assert replays
+
+
 def test_two_masks_on_two_streams_at_once(replays: list[object]) -> None:
     """They share the pool of memory in which they replay."""
     needs_backward(gpu_backend())

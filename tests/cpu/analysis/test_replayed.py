@@ -67,6 +67,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that has graphs, and looks at no number of a tensor, as a GPU does not."""
     monkeypatch.setitem(replayed.GRAPHS, "cpu", StandIn)
     monkeypatch.setattr(matches, "derives_anew", lambda: True)
+    monkeypatch.setattr(replayed, "_turns", {})
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(StandIn, "replays", 0)
     yield
@@ -139,7 +140,6 @@ def test_graphs_share_a_pool_for_as_long_as_one_lives(monkeypatch: pytest.Monkey
     fakes = {"CUDAGraph": FakeGraph, "graph_pool_handle": lambda: next(handles), "stream": lambda of: nullcontext()}
     for name, fake in {**fakes, "Stream": MagicMock(), "current_stream": MagicMock()}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(replayed, "_turns", {})
     first, second = (replayed.CudaGraph(lambda: None, device) for _ in range(2))
     del first
     third = replayed.CudaGraph(lambda: None, device)
@@ -176,6 +176,11 @@ def test_a_refused_capture_is_said_once_and_runs_go_on(monkeypatch: pytest.Monke
         for n in range(replayed.AFTER + 2):
             run((torch.full((9,), n),))
     assert torch.equal(run((torch.zeros(9),))[0], torch.ones(9))
+    monkeypatch.setitem(replayed.GRAPHS, "cpu", StandIn)
+    another = Rerun(lambda inputs: [inputs[0] + 1])
+    for n in range(RUNS):
+        assert torch.equal(another((torch.full((9,), n),))[0], torch.full((9,), n + 1))
+    assert not StandIn.made, "nothing is captured where a capture has failed"
 
 
 def test_standing_tensors_are_read_and_written_where_they_lie() -> None:
