@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from ..call.inputs import Asked, Inputs, Outputs
 from ..call.prepared import FastPath, Prepare, PreparedCall
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
-from ..graph.borrowed import Borrowed
+from ..graph.borrowed import Borrowed, BorrowedCapture
 from ..graph.expr import Capture
 from . import streaming
 
@@ -139,7 +140,20 @@ class ForwardGenerated:
         return any(t.requires_grad for t in (*inputs[:3], *captured))
 
     def fast_path(self, inputs: Inputs) -> FastPath | None:
-        return None if self._learns(inputs) else self.generated.fast_path(inputs)
+        found = None if self._learns(inputs) else self.generated.fast_path(inputs)
+        if found is None or not self.program.captures:
+            return found
+        return functools.partial(self._unless_captured_learns, found)
+
+    def _unless_captured_learns(
+        self, path: FastPath, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borrowed: Borrowed | None
+    ) -> torch.Tensor | None:
+        """The fast path of kernels, while no captured tensor has begun to ask for a gradient."""
+        held = [c.tensor for c in self.program.captures if not isinstance(c, BorrowedCapture)]
+        captured = held if borrowed is None else (*held, *borrowed.tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in captured):
+            return None
+        return path(q, k, v, borrowed)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -104,3 +104,16 @@ def test_the_same_inputs_take_the_fast_path_while_nothing_learns(launches: list[
     assert launches == ["forward"] * 3
     assert torch.equal(first, again) and torch.equal(first, learned) and learned.requires_grad
     assert "in PyTorch" in str(attend.explain(q, k, v))
+
+
+def test_a_captured_tensor_may_begin_to_learn_between_calls_of_the_same_inputs(launches: list[str]) -> None:
+    slopes = torch.tensor([0.1, 0.5])
+    attend = ca.Attention(backend=NAME, score_mod=lambda s, b, h, q, kv: s - slopes[h] * (q - kv))
+    q, k, v = torch.randn(3, 1, 2, 20, 64, dtype=torch.bfloat16)
+    before = [attend(q, k, v), attend(q, k, v)]
+    slopes.requires_grad_()
+    learned = attend(q, k, v)
+    learned.float().pow(2).sum().backward()
+    assert launches == ["forward"] * 3
+    assert all(torch.equal(out, learned) for out in before)
+    assert slopes.grad is not None and (slopes.grad != 0).all()
