@@ -52,6 +52,12 @@ def test_patterns_of_a_file_are_shared_by_rows_and_a_row_says_its_evidence(tmp_p
     assert str(row_of(rows, Call()).evidence) == "not measured: as it was"
 
 
+@pytest.mark.parametrize("row", [{"of": "wide"}, {"mods": ["curve"]}, {"widest": "(64 96]"}], ids=str)
+def test_a_row_that_none_can_be_is_named_with_its_file(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tables\.json, 'it': no row of a table is \{\"says\": \"a\", "):
+        made(tmp_path, {"says": "a"} | row)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_each_pattern_of_a_file_is_some_rows(path: Path) -> None:
     file = json.loads(path.read_text())

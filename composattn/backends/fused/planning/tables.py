@@ -76,12 +76,22 @@ def file_of(path: Path) -> Any:
 
 
 def table(path: Path, name: str, made: Callable[[Any], T]) -> Table[T]:
-    """A table of a file; `made`: of what a row says, what it means."""
+    """A table of a file; `made`: of what a row says, what it means.
+
+    Raises: `ValueError`, with the file and the row, where it says what no row can.
+    """
     file = file_of(path)
-    return tuple(_row(row, file, made) for row in file["tables"][name])
+    return tuple(_row(row, file, made, f"{path}, {name!r}") for row in file["tables"][name])
 
 
-def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T]) -> Row[T]:
+def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T], where: str) -> Row[T]:
+    try:
+        return _read(row, file, made)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: no row of a table is {json.dumps(row)}, by {error!r}") from error
+
+
+def _read(row: Mapping[str, Any], file: Any, made: Callable[[Any], T]) -> Row[T]:
     facts = dict(row)
     says, shared = facts.pop("says"), [file["patterns"][name] for name in facts.pop("of", "").split()]
     known = {name: facts.pop(name) for name in ("why", "shapes", "gain") if name in facts}
