@@ -17,7 +17,7 @@ import composattn as ca
 from composattn import errors
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
-from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
+from composattn.backends.fused.tiles.target import ADA, AMPERE, TARGETS, Target
 from composattn.backends.warp.forward_table import SHAPES, Shape, fits, shaped
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -101,7 +101,7 @@ MORE = (Shape(64, 32, 16, stages=3), Shape(128, 32, 32, stages=2), Shape(64, 32,
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [*MORE, *(row.says for row in SHAPES)], ids=str)
 def test_every_tile_gives_right_numbers(shape: Shape, generator: torch.Generator) -> None:
-    d = 32
+    d = 64  # 32 keys of fewer columns are less than eight warps copy at once
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 2, 150, d), draw(1, 1, 300, d), draw(1, 1, 300, d)
     problem = Problem.of(q, k, v)
@@ -155,6 +155,19 @@ def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
             tiling = plan_forward(problem, ca.Attention(mask_mod=causal()).program, target).tiling
             assert fits(tiling, target)  # type: ignore[arg-type]
             assert tiling.shared_memory(2) <= target.shared_memory
+
+
+@pytest.mark.parametrize(("d", "dv"), [(200, 200), (232, 24)])
+def test_lines_of_fewer_columns_than_eight_warps_copy_have_blocks_of_four(
+    d: int, dv: int, generator: torch.Generator
+) -> None:
+    """In 99 KB tiles of so many columns have 32 keys: eight warps would copy 64 rows at once."""
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = draw(1, 1, 100, d), draw(1, 1, 70, d), draw(1, 1, 70, dv)
+    plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, ADA)
+    assert (plan.tiling.tile_n, plan.tiling.warps) == (32, 4)  # type: ignore[attr-defined]
+    out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
+    assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
 
 
 def test_gradients_are_refused_before_anything_is_compiled() -> None:

@@ -85,8 +85,9 @@ def is_light(problem: Problem, program: Program) -> bool:
 
 
 def fits(tiling: WarpTiling, target: Target) -> bool:
-    """Whether an SM holds as many blocks as the tiling wants, each with what it reserves."""
-    return tiling.blocks * (tiling.shared_memory(element_bytes=2) + RESERVED) <= target.shared_memory + RESERVED
+    """Whether threads copy whole tiles, and an SM holds as many blocks as the tiling wants, with what each reserves."""
+    of_a_block = tiling.shared_memory(element_bytes=2) + RESERVED
+    return tiling.copies_are_whole and tiling.blocks * of_a_block <= target.shared_memory + RESERVED
 
 
 def shaped(shape: Shape, d: int, dv: int, heads: int, problem: Problem) -> WarpTiling:

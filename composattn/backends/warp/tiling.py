@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from ..fused.tiles.tiling import ForwardTiling
@@ -35,6 +36,13 @@ class WarpTiling(ForwardTiling):
     @property
     def reads_far_ahead(self) -> bool:
         return self.stages > 1
+
+    @property
+    def copies_are_whole(self) -> bool:
+        """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128."""
+        tiles = ((self.tile_m, self.d), (self.tile_n, self.d), (self.tile_n, self.dv))
+        copied = 32 * self.warps * 16
+        return all(rows * math.gcd(2 * columns, 128) % copied == 0 for rows, columns in tiles)
 
     def shared_memory(self, element_bytes: int) -> int:
         numbers = self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)
