@@ -8,7 +8,6 @@ flash-attention 3 is the one that vLLM builds, with two levels of sums, by head.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 import composattn as ca
 from benchmarks.fp8_tilings import GEMM, HEADS, TOKENS, gemm
-from benchmarks.provenance import provenance
+from benchmarks.kernel_cases import save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.mods import causal
 
@@ -101,8 +100,7 @@ def main() -> None:
         torch.ops.load_library(os.environ["FA3_SO"])
         print(torch.ops._vllm_fa3_C.fwd.default._schema, flush=True)
     rows = list(measured(given.rounds))
-    if given.out:
-        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+    save(rows, given.out)
 
 
 if __name__ == "__main__":

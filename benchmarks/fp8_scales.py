@@ -7,18 +7,15 @@ python -m benchmarks.fp8_scales --dry           compiles them all, with no GPU: 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import json
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import composattn as ca
-from benchmarks.provenance import provenance
+from benchmarks.kernel_cases import Launched, by_call, compile_first, right_ones, save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
@@ -128,22 +125,16 @@ def quantised(d: int, scales: str, wide: tuple[torch.Tensor, ...] | None = None)
 
 def compiled(case: Case) -> str:
     """Compiles a case where its kernel is kept; gives what it takes."""
-    try:
-        made = compile_offline(case.plan(quantised(case.d, case.scales))[0])
-        return f"{made.spills} spills, stack {made.stack}"
-    except Exception as error:  # what one candidate can't, others may
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    made = compile_offline(case.plan(quantised(case.d, case.scales))[0])
+    return f"{made.spills} spills, stack {made.stack}"
 
 
 def kept(case: Case) -> str:
     """Compiles a case for the GPU that is there, into the cache on disk."""
-    try:
-        made = quantised(case.d, case.scales)
-        there = ca.QuantizedInputs(*(x._replace(data=x.data.cuda(), scale=x.scale.cuda()) for x in made))  # type: ignore[union-attr]
-        ForwardLauncher(case.plan(there)[0]).kernels()
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    made = quantised(case.d, case.scales)
+    there = ca.QuantizedInputs(*(x._replace(data=x.data.cuda(), scale=x.scale.cuda()) for x in made))  # type: ignore[union-attr]
+    ForwardLauncher(case.plan(there)[0]).kernels()
+    return ""
 
 
 def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
@@ -155,26 +146,19 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     attn = ca.Attention(mask_mod=causal() if first.masked else None, score_mod=first.score_mod)
     want = attn(q, k, v).float()
     calls: dict[str, Call] = {"bf16": lambda: attn(q, k, v)}
-    errors: dict[str, float] = {}
-    for case in group:
-        try:
-            made = quantised(first.d, case.scales, (q, k, v))
-            plan, reads = case.plan(made)
-            launcher, out = ForwardLauncher(plan), torch.full_like(q, torch.nan)
 
-            def call(launcher: Any = launcher, made: Any = made, out: Any = out, reads: Any = reads) -> None:
-                launcher.fill(*(x.data for x in made), out, None, None, first.d**-0.5, reads, ())
+    def launch(case: Case) -> Launched:
+        made = quantised(first.d, case.scales, (q, k, v))
+        plan, reads = case.plan(made)
+        q8, k8, v8 = (x.data for x in made)
+        launcher, out = ForwardLauncher(plan), torch.full_like(q, torch.nan)
+        return (
+            lambda: launcher.fill(q8, k8, v8, out, None, None, first.d**-0.5, reads, ()),
+            lambda: float((out.float() - want).norm() / want.norm()),
+        )
 
-            call()
-            torch.cuda.synchronize()
-        except Exception as failed:
-            print(f"{case.text} {case.name}: {type(failed).__name__} {str(failed)[-300:]}", flush=True)
-            continue
-        errors[case.name] = float((out.float() - want).norm() / want.norm())
-        if errors[case.name] < 0.1:
-            calls[case.name] = call
-        else:
-            print(f"{case.text} {case.name}: WRONG, {errors[case.name]:.1e} from bf16", flush=True)
+    right, errors = right_ones(group, launch, 0.1)
+    calls |= right
     timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=20.0)
     for name, timing in timings.items():
         row = {"call": first.text, "name": name, "ms": timing.ms, "tflops": round(first.flops / timing.ms / 1e9, 1)}
@@ -182,12 +166,6 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
         row |= {"error": errors.get(name)}
         print(*row.values(), flush=True)
         yield row
-
-
-def in_parallel(work: Callable[[Case], str], of: list[Case], workers: int) -> dict[Case, str]:
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return dict(zip(of, pool.map(work, of), strict=True))
 
 
 def main() -> None:
@@ -198,14 +176,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     every = list(dict.fromkeys(cases()))
-    for case, said in in_parallel(compiled if given.dry else kept, every, given.workers).items():
-        if said:
-            print(f"{case.text} {case.name}: {said}", flush=True)
+    compile_first(compiled if given.dry else kept, every, given.workers)
     rows: list[dict[str, Any]] = []
-    for text in {} if given.dry else dict.fromkeys(case.text for case in every):
-        rows += measured([case for case in every if case.text == text], given.rounds)
-    if given.out:
-        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+    for group in [] if given.dry else by_call(every):
+        rows += measured(group, given.rounds)
+    save(rows, given.out)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ python -m benchmarks.fp8_tilings --dry          compiles them all, with no GPU: 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import json
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import composattn as ca
-from benchmarks.provenance import provenance
+from benchmarks.kernel_cases import Launched, by_call, compile_first, error_of_rows, right_ones, save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
@@ -108,20 +105,14 @@ def cases(dims: list[tuple[int, int]], lengths: list[int], masks: list[bool]) ->
 
 def compiled(case: Case) -> str:
     """Compiles a case where its kernel is kept; gives what it takes."""
-    try:
-        made = compile_offline(case.plan("cuda"))
-        return f"{made.spills} spills, stack {made.stack}, {made.shared_memory} bytes"
-    except Exception as error:  # what one candidate can't, others may
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    made = compile_offline(case.plan("cuda"))
+    return f"{made.spills} spills, stack {made.stack}, {made.shared_memory} bytes"
 
 
 def kept(case: Case) -> str:
     """Compiles a case for the GPU that is there, into the cache on disk."""
-    try:
-        ForwardLauncher(case.plan()).kernels()
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    ForwardLauncher(case.plan()).kernels()
+    return ""
 
 
 def drawn(case: Case, mean: float = 0.0) -> tuple[torch.Tensor, ...]:
@@ -132,27 +123,14 @@ def drawn(case: Case, mean: float = 0.0) -> tuple[torch.Tensor, ...]:
     return q, k, v + mean
 
 
-def error(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Relative root mean square error of the last rows of the first and last head against fp64."""
-    worst = 0.0
-    for b, h in ((0, 0), (-1, -1)):
-        rows = slice(case.length - min(ROWS_CHECKED, case.length), case.length)
-        scores = q[b, h, rows].double() @ k[b, h].double().T * case.dims[0] ** -0.5
-        if case.masked:
-            at = torch.arange(case.length, device="cuda")
-            scores = scores.masked_fill(at[None] > at[rows, None], -torch.inf)
-        want = torch.softmax(scores, -1) @ v[b, h].double()
-        off = out[b, h, rows].double() - want
-        worst = max(worst, float((off.square().mean() / want.square().mean()).sqrt()))
-    return worst
-
-
-def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    """A call of the kernel into memory that is there, and that memory."""
+def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launched:
     launcher = ForwardLauncher(case.plan())
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, device="cuda", dtype=torch.bfloat16)
-    scale = case.dims[0] ** -0.5
-    return lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()), out
+    scale, last = case.dims[0] ** -0.5, slice(case.length - min(ROWS_CHECKED, case.length), case.length)
+    return (
+        lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()),
+        lambda: error_of_rows(out, q, k, v, case.masked, last),
+    )
 
 
 def gemm() -> Call:
@@ -168,20 +146,8 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     narrow = [t.to(E4M3) for t in (q, k, v)]
     attn = ca.Attention(mask_mod=causal() if first.masked else None)
     calls: dict[str, Call] = {"FP8 GEMM": gemm(), "bf16": lambda: attn(q, k, v)}
-    errors: dict[str, float] = {}
-    for case in group:
-        try:
-            call, out = launch(case, *narrow)
-            call()
-            torch.cuda.synchronize()
-        except Exception as failed:
-            print(f"{case.text} {case.name}: {type(failed).__name__} {str(failed)[-200:]}", flush=True)
-            continue
-        errors[case.name] = error(case, out, *narrow)
-        if errors[case.name] < 0.01:
-            calls[case.name] = call
-        else:
-            print(f"{case.text} {case.name}: WRONG, relative error {errors[case.name]:.1e}", flush=True)
+    right, errors = right_ones(group, lambda case: launch(case, *narrow), 0.01)
+    calls |= right
     timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=40.0)
     for name, timing in timings.items():
         flops = 2.0 * GEMM**3 if name == "FP8 GEMM" else first.flops
@@ -228,12 +194,6 @@ def with_mods(rounds: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def in_parallel(work: Callable[[Case], str], of: list[Case], workers: int) -> dict[Case, str]:
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return dict(zip(of, pool.map(work, of), strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", default="64,96,128,192/128,192,256")
@@ -249,19 +209,14 @@ def main() -> None:
     every = list(
         cases(dims, [int(n) for n in given.lengths.split(",")], [m == "causal" for m in given.masks.split(",")])
     )
+    compile_first(compiled if given.dry else kept, every, given.workers)
     if given.dry:
-        for case, said in in_parallel(compiled, every, given.workers).items():
-            print(f"{case.text} {case.name}: {said}", flush=True)
         return
-    for case, failed in in_parallel(kept, every, given.workers).items():
-        if failed:
-            print(f"{case.text} {case.name}: {failed}", flush=True)
     rows: list[dict[str, Any]] = []
-    for text in dict.fromkeys(case.text for case in every):
-        rows += measured([case for case in every if case.text == text], given.rounds)
+    for group in by_call(every):
+        rows += measured(group, given.rounds)
     rows += with_mods(given.rounds) if given.mods else []
-    if given.out:
-        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+    save(rows, given.out)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,9 @@ built for it: both use the same instructions.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import json
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import composattn as ca
-from benchmarks.provenance import provenance
+from benchmarks.kernel_cases import Launched, by_call, compile_first, error_of_rows, right_ones, save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
@@ -101,20 +98,14 @@ class Case:
 
 def compiled(case: Case) -> str:
     """Compiles a case where its kernel is kept; gives what it takes."""
-    try:
-        made = compile_offline(case.plan(dataclasses.replace(AMPERE, arch="sm_90a", sms=132)))
-        return f"{made.spills} spills, {made.registers} registers, {made.shared_memory} bytes"
-    except Exception as error:  # what one candidate can't, others may
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    made = compile_offline(case.plan(dataclasses.replace(AMPERE, arch="sm_90a", sms=132)))
+    return f"{made.spills} spills, {made.registers} registers, {made.shared_memory} bytes"
 
 
 def kept(case: Case) -> str:
     """Compiles a case for the GPU that is there, into the cache on disk."""
-    try:
-        ForwardLauncher(case.plan(ARCHITECTURE.target_on(torch.device("cuda")))).kernels()
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[-300:]}"
+    ForwardLauncher(case.plan(ARCHITECTURE.target_on(torch.device("cuda")))).kernels()
+    return ""
 
 
 def drawn(case: Case) -> tuple[torch.Tensor, ...]:
@@ -124,26 +115,17 @@ def drawn(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def error(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Relative root mean square error of the first and last rows of the first and last head against fp64."""
-    worst, count = 0.0, min(ROWS_CHECKED, case.length)
-    for b, h in ((0, 0), (-1, -1)):
-        for rows in (slice(0, count), slice(case.length - count, case.length)):
-            scores = q[b, h, rows].double() @ k[b, h].double().T * case.dim**-0.5
-            if case.masked:
-                at = torch.arange(case.length, device="cuda")
-                scores = scores.masked_fill(at[None] > at[rows, None], -torch.inf)
-            want = torch.softmax(scores, -1) @ v[b, h].double()
-            off = out[b, h, rows].double() - want
-            worst = max(worst, float((off.square().mean() / want.square().mean()).sqrt()))
-    return worst
+    """Relative error of the first and the last rows."""
+    count = min(ROWS_CHECKED, case.length)
+    ends = slice(0, count), slice(case.length - count, case.length)
+    return max(error_of_rows(out, q, k, v, case.masked, rows) for rows in ends)
 
 
-def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    """A call of the kernel into memory that is there, and that memory."""
+def launch(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Launched:
     launcher = ForwardLauncher(case.plan(ARCHITECTURE.target_on(q.device)))
     out = torch.full_like(q, torch.nan)
     scale = case.dim**-0.5
-    return lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()), out
+    return lambda: launcher.fill(q, k, v, out, None, None, scale, (), ()), lambda: error(case, out, q, k, v)
 
 
 def flash(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
@@ -160,21 +142,10 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     """All tilings of one call, in turns with FlashAttention-2; what is wrong is not timed."""
     first = group[0]
     q, k, v = drawn(first)
-    calls: dict[str, Call] = {FLASH: flash(first, q, k, v)}
-    errors: dict[str, float] = {FLASH: error(first, calls[FLASH](), q, k, v)}  # type: ignore[arg-type]
-    for case in group:
-        try:
-            call, out = launch(case, q, k, v)
-            call()
-            torch.cuda.synchronize()
-        except Exception as failed:
-            print(f"{case.text} {case.name}: {type(failed).__name__} {str(failed)[-200:]}", flush=True)
-            continue
-        errors[case.name] = error(case, out, q, k, v)
-        if errors[case.name] < 1.2 * errors[FLASH]:
-            calls[case.name] = call
-        else:
-            print(f"{case.text} {case.name}: WRONG, relative error {errors[case.name]:.1e}", flush=True)
+    of_flash = flash(first, q, k, v)
+    its_error = error(first, of_flash(), q, k, v)  # type: ignore[arg-type]
+    calls, errors = right_ones(group, lambda case: launch(case, q, k, v), 1.2 * its_error)
+    calls, errors = {FLASH: of_flash, **calls}, {FLASH: its_error, **errors}
     timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=30.0)
     for name, timing in sorted(timings.items(), key=lambda item: item[1].ms):
         ratio = timings[FLASH].ms / timing.ms
@@ -230,12 +201,6 @@ def with_mods(dim: int, rounds: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def in_parallel(work: Callable[[Case], str], of: list[Case], workers: int) -> dict[Case, str]:
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return dict(zip(of, pool.map(work, of), strict=True))
-
-
 def cases(given: argparse.Namespace) -> list[Case]:
     dims, lengths = ([int(n) for n in text.split(",")] for text in (given.dims, given.lengths))
     calls = [(d, n, mask == "causal") for d in dims for n in lengths for mask in given.masks.split(",")]
@@ -263,13 +228,10 @@ def main() -> None:
     else:
         every = cases(given)
         once = list({(c.dim, c.masked, c.group, c.shape): c for c in every}.values())
-        for case, said in in_parallel(compiled if given.dry else kept, once, given.workers).items():
-            if said:
-                print(f"{case.text} {case.name}: {said}", flush=True)
-        for text in () if given.dry else dict.fromkeys(case.text for case in every):
-            rows += measured([case for case in every if case.text == text], given.rounds)
-    if given.out:
-        given.out.write_text(json.dumps({"provenance": provenance(torch.device("cuda")), "rows": rows}, indent=1))
+        compile_first(compiled if given.dry else kept, once, given.workers)
+        for group in [] if given.dry else by_call(every):
+            rows += measured(group, given.rounds)
+    save(rows, given.out)
 
 
 if __name__ == "__main__":
