@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .streams import has_streams, stream_handle, streams_of
+from .streams import has_streams, stream_handle, streams_of, used_on
 
 T = torch.Tensor
 
@@ -155,8 +155,7 @@ class Replay:
         """The memory is no one else's before the current stream is done with it."""
         now = torch.cuda.current_stream(self.device)
         self._known.add(now.cuda_stream)
-        for memory in (*self.memory, *(memory for memory, stands in self.given if not stands)):
-            memory.record_stream(now)
+        used_on(now, [*self.memory, *(memory for memory, stands in self.given if not stands)])
 
 
 def replay_of(

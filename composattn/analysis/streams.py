@@ -31,7 +31,7 @@ class Streams:
         now = torch.cuda.current_stream(self._device)
         now.wait_stream(next(iter(self._knowing.values()), now))
         self._knowing[now.cuda_stream] = now
-        _used_on(now, memory)
+        used_on(now, memory)
 
     def write(self, memory: object = None) -> None:
         """The current stream is about to write, into this memory, and is the only one that comes after it."""
@@ -44,11 +44,11 @@ class Streams:
             if other != now:
                 now.wait_stream(other)
         if self._knowing and now.cuda_stream not in self._knowing:
-            _used_on(now, memory)
+            used_on(now, memory)
         self._knowing = {now.cuda_stream: now}
 
 
-def _used_on(stream: torch.cuda.Stream, memory: object) -> None:
+def used_on(stream: torch.cuda.Stream, memory: object) -> None:
     """The memory of these tensors is no one else's before this stream is done with it."""
     for tensor in memory if isinstance(memory, list | tuple) else [memory]:
         if isinstance(tensor, torch.Tensor) and not is_functorch_wrapped_tensor(tensor):

@@ -27,6 +27,13 @@ class Groups:
     groups: list[list[Any]] = field(default_factory=list)
     committed: int = 0
 
+    def commit(self) -> list[Any]:
+        """Makes a group of what is open, and gives it."""
+        group, self.open = self.open, []
+        self.groups.append(group)
+        self.committed += 1
+        return group
+
 
 @dataclass
 class MatrixUnit(Groups):

@@ -87,10 +87,7 @@ def commit(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> None:
         _whole_warps(g, m, instr)
         for w in g.active_warps(m):
-            unit = g.block.async_copies[w]
-            unit.groups.append(unit.open)
-            unit.open = []
-            unit.committed += 1
+            g.block.async_copies[w].commit()
 
     return run
 
@@ -106,9 +103,7 @@ def wait(instr: Instr, program: Any) -> Handler:
         for w in g.active_warps(m):
             unit = g.block.async_copies[w]
             if everything and unit.open:
-                unit.groups.append(unit.open)
-                unit.open = []
-                unit.committed += 1
+                unit.commit()
             while len(unit.groups) > keep:
                 for complete in reversed(unit.groups.pop(0)):
                     complete()

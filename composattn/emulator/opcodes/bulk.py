@@ -318,10 +318,7 @@ def plain_store(instr: Instr, program: Any) -> Handler:
 def commit(instr: Instr, program: Any) -> Handler:
     def run(g: Any, m: Any) -> None:
         for w in g.active_warps(m):
-            unit = g.block.bulk[w]
-            unit.groups.append(unit.open)
-            unit.open = []
-            unit.committed += 1
+            g.block.bulk[w].commit()
 
     return run
 

@@ -182,9 +182,7 @@ def commit(instr: Instr, program: Any) -> Handler:
         if wait is not None:
             return wait
         unit = g.block.units[g.low // 4]
-        group, unit.open = unit.open, []
-        unit.committed += 1
-        unit.groups.append(group)
+        group = unit.commit()
         if not g.block.cluster.mode.late:
             execute(g.block, g.low, group)
         return None
