@@ -1,9 +1,9 @@
 """Tables of choices, as data: which calls a row is of, what these get, and what says so.
 
 A file of tables has, by name, rows one a line; the first row that a call matches is taken. "says" is what it gets. "of"
-names patterns of the file, "why" or "shapes" and "gain" are
-its evidence; all else are facts of a call: "(64, 96]" numbers above 64 up to 96, a list what a fact may be, {"not": a
-list} what it may not. Files are read when their modules are imported: less than a millisecond each.
+names patterns of the file; "shapes" and "gain", or "why", are its evidence. All else are facts of a call: "(64, 96]"
+numbers above 64 up to 96, a list what a fact may be, {"not": a list} what it may not. Files are read when their modules
+are imported: about a millisecond each.
 """
 
 from __future__ import annotations
