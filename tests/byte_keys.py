@@ -85,6 +85,8 @@ def tiles_of_bytes() -> Iterator[None]:
         if problem.narrow is not None:
             chosen.append(hopper.forward_tiling(problem, *others))
             return chosen[-1]
+        if not chosen:  # many queries: 8 bits are widened before the kernel, which takes 16
+            return hopper.forward_tiling(problem, *others)
         of_bytes = chosen[-1]
         kind = HopperTiling if isinstance(of_bytes, ByteTiling) else WideTiling
         return kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)})

@@ -60,7 +60,9 @@ def test_scales_of_blocks_are_right(d: int, dv: int, block: int) -> None:
     scales = tuple(x.scale for x in made)
     case = Case(*(x.data for x in made), scales=scales, out_dtype=torch.bfloat16, mask_mod=causal())  # type: ignore[arg-type]
     check(partial(ca.attention, backend="hopper"), case)
-    with_lse, alone = (ca.attention(*made, mask_mod=causal(), return_lse=lse) for lse in (True, False))
+    with_lse, alone = (
+        ca.attention(*made, mask_mod=causal(), out_dtype=torch.bfloat16, return_lse=lse) for lse in (True, False)
+    )
     assert (alone - with_lse[0]).norm() <= 0.02 * alone.norm()
 
 

@@ -47,7 +47,8 @@ def test_an_image_whose_last_row_is_cut_is_right_call_after_call_and_in_a_graph(
 
     def results() -> list[torch.Tensor]:
         out = call(*leaves, mask_mod=mask)
-        return [out, *torch.autograd.grad(out, leaves, dout)]
+        # a result that keeps its graph keeps the leaves' streams, which a capture may not wait for
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     with torch.no_grad():
         wanted = call(q, k, v, mask_mod=mask)
