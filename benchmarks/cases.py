@@ -202,7 +202,7 @@ class Case:
     `latent`: V is the first columns of K, in the same memory. `page_size`: the keys lie in pages of so many rows, in no
     order; 0: together. `in_graph`: a CUDA graph of the
     call is replayed, as servers do where the host would be what takes the time. `deviation`: the standard deviation of
-    scores; that of q, as k has 1.
+    scores; that of q, as k has 1. `trained`: scores lie as those of a trained model (`trained_scores.py`).
     """
 
     name: str
@@ -219,6 +219,7 @@ class Case:
     page_size: int = 0
     in_graph: bool = False
     deviation: float = 1.0
+    trained: bool = False
     direction: Direction = "forward"
     measure: Measure = "tflops"
     dtype: torch.dtype = field(default=torch.bfloat16)
@@ -380,6 +381,17 @@ def _of_scores_that_deviate() -> Iterable[Case]:
         yield dataclasses.replace(plain, name=name, deviation=deviation)
 
 
+def _of_trained_scores() -> Iterable[Case]:
+    """Scores of the heads of a trained model, in the shapes whose rows of N(0, 1) stand beside them."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction, dim, pattern in itertools.product(directions, (64, 96, 128, 256), (causal, full)):
+        plain = _plain(dim, 8192, pattern, direction, ("trained",))
+        yield dataclasses.replace(plain, name=f"trained scores: {plain.name}", trained=True)
+    for direction in directions:
+        plain = _modded(window, direction, ("trained",))
+        yield dataclasses.replace(plain, name=f"trained scores: {plain.name}", trained=True)
+
+
 def _of_both_halves() -> Iterable[Case]:
     """Both 16-bit types beside each other: a kernel's speed should not depend on which it has."""
     rows = itertools.product(("forward", "backward"), (64, 128, 256), (full, causal), (torch.bfloat16, torch.float16))
@@ -493,6 +505,7 @@ CASES: tuple[Case, ...] = tuple(
         _of_images(),
         _of_segments(),
         _of_scores_that_deviate(),
+        _of_trained_scores(),
         _of_both_halves(),
         _of_wide_heads(),
         _of_serving(),
@@ -509,6 +522,7 @@ SETS: tuple[str, ...] = (
     "images",
     "segments",
     "deviation",
+    "trained",
     "halves",
     "wide",
     "decode",

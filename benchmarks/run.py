@@ -21,6 +21,7 @@ if __package__ in (None, ""):
     # Run as a script, from the source tree, installed or not.
     sys.path[0] = str(ROOT)
 
+from benchmarks import trained_scores  # noqa: E402
 from benchmarks.cases import SETS, Case, select  # noqa: E402
 from benchmarks.check import Checker  # noqa: E402
 from benchmarks.implementations import (  # noqa: E402
@@ -58,6 +59,8 @@ def draw(case: Case, device: torch.device) -> Inputs:
         return torch.randn(case.batch, heads, length, dim, device=device).to(case.dtype)
 
     q, k = tensor(case.heads, case.q_len, case.dim) * case.deviation, tensor(case.kv_heads, case.kv_len, case.dim)
+    if case.trained:
+        trained_scores.drawn(q, k, trained_scores.heads())
     v = k[..., : case.v_dim] if case.latent else tensor(case.kv_heads, case.kv_len, case.v_dim)
     return Inputs(q, k, v, tensor(case.heads, case.q_len, case.v_dim))
 
