@@ -299,9 +299,7 @@ class FlashAttention3:
             def call(
                 q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
             ) -> torch.Tensor:
-                return _first(
-                    flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=pattern.causal)
-                )
+                return _first(flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=pattern.causal))
 
             return _packed(case, pattern, inputs, call)
         options: dict[str, Any] = {"causal": pattern.causal, "softcap": pattern.softcap}

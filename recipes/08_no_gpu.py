@@ -5,10 +5,11 @@ import importlib.util
 import torch
 
 import composattn as ca
+from composattn.extras import how_to_install
 from composattn.mods import alibi, causal
 
 if importlib.util.find_spec("cutlass") is None:
-    print("this recipe needs the kernel compiler: pip install 'composattn[gpu]'")
+    print(f"this recipe needs the kernel compiler: {how_to_install('gpu')}")
     raise SystemExit
 
 from composattn.backends.fused.running.emulated import emulating

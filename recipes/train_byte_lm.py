@@ -23,6 +23,7 @@ from common import OUT, best_device
 from torch import Tensor, nn
 
 import composattn as ca
+from composattn.extras import how_to_install
 from composattn.mods import causal, document, sliding_window
 
 LEARNING_RATE = 3e-3
@@ -225,7 +226,7 @@ def main() -> None:
     print(f"largest relative difference of the losses over {repeated} steps: {apart:.1e} (allowed {allowed:g})")
     picture = OUT / "byte-lm.png"
     if importlib.util.find_spec("matplotlib") is None:
-        print("the losses are not drawn: matplotlib is not installed; `pip install 'composattn[plot]'`")
+        print(f"the losses are not drawn: matplotlib is not installed; {how_to_install('plot')}")
     else:
         draw_losses(ours, reference, frequencies, picture)
         print(f"the losses are drawn in {picture}")

@@ -24,6 +24,7 @@ except ImportError:
     pytest.exit("hypothesis is not installed: pip install -e '.[test]' has what the tests are written with", 4)
 
 from composattn.errors import BackendUnavailable
+from composattn.extras import how_to_install
 from composattn.graph.taught import is_known
 from tests import durations, reached
 from tests.dealing import dealt
@@ -182,7 +183,7 @@ def needed_extra(error: ImportError | BackendUnavailable) -> str | None:
     absent = {package: extra for package, extra in EXTRAS.items() if importlib.util.find_spec(package) is None}
     if isinstance(error, ImportError) and error.name is not None:
         return absent.get(error.name.partition(".")[0])
-    return next((extra for extra in absent.values() if f"composattn[{extra}]" in str(error)), None)
+    return next((extra for extra in absent.values() if how_to_install(extra) in str(error)), None)
 
 
 @pytest.hookimpl(wrapper=True)

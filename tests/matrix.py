@@ -1,8 +1,8 @@
-"""composattn with each Python and torch that it takes: a new environment of each pair, and what a part of the tests said.
+"""composattn with each Python and torch that it takes: a new environment of each pair, and what some tests say there.
 
 `python -m tests.matrix [--only 3.11] [--folder environments]` writes `tests/matrix.json`. An environment has composattn
-without extras, so it also says whether tests that need one are left out by name. A pair whose interpreter or whose torch
-is not to be had has a row that says so. Each takes some gigabytes, and is removed before the next one is made.
+without extras, so it also says whether tests that need one are left out by name. A pair whose interpreter or whose
+torch is not to be had has a row that says so. Each takes some gigabytes, and is removed before the next one is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TORCHES = ("2.11.0", "2.13.0", "2.15.0")
 TOOLS = ("pytest>=8", "hypothesis>=6.100", "expecttest>=0.3")
 TESTS = (
     "test_versions_of_torch.py", "test_one_reading.py", "test_torch_integration.py", "test_flex.py", "test_nn.py",
-    "test_transforms.py", "test_kept_plans.py", "test_recipes.py",
+    "test_transforms.py", "test_moved_modules.py", "test_recipes.py",
 )  # fmt: skip
 """Of tests/cpu: what Python and torch decide (the code of mods, Dynamo, autograd), and what a newcomer runs."""
 
@@ -88,7 +88,9 @@ def row(python: str, torch: str, folder: Path) -> Row:
         report = folder / "report.xml"
         files = [f"tests/cpu/{name}" for name in TESTS]
         options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}")
-        subprocess.run([str(bare), "-m", "pytest", *options, *files], cwd=ROOT, check=False)
+        ended = subprocess.run([str(bare), "-m", "pytest", *options, *files], cwd=ROOT, check=False).returncode
+        if ended > 1:
+            raise RuntimeError(f"pytest ended with {ended}: the tests did not run")
         return said | counted(report)
     finally:
         shutil.rmtree(environment, ignore_errors=True)

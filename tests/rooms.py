@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 ROOMS = {
-    "errors": "errors",
+    "errors": "errors extras",
     "emulator": "emulator",
     "graph": "graph",
     "analysis": "analysis",

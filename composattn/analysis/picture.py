@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..extras import how_to_install
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Capture, Dep, Expr, captures
 from ..graph.linear import MOST
@@ -130,7 +131,7 @@ def pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise errors.MissingDependency(
-            "picture() draws with matplotlib, which is not installed; `pip install 'composattn[plot]'`, "
+            f"picture() draws with matplotlib, which is not installed; `{how_to_install('plot')}`, "
             "or look at .dense(...) and .tiles(...), which need nothing"
         ) from error
     matplotlib.use("Agg", force=False)

@@ -16,6 +16,7 @@ from ..analysis.program import Program
 from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
 from ..call.quantized import Multiplies
+from ..extras import how_to_install
 from ..mods.values import Values
 from . import blackwell, hopper, reference, streaming, warp
 from .fused.rewrites import prepared
@@ -46,7 +47,7 @@ def _anywhere(device: torch.device) -> str | None:
 
 def _without_compiler() -> str | None:
     if importlib.util.find_spec("cutlass") is None:
-        return "nvidia-cutlass-dsl is not installed: pip install 'composattn[gpu]'"
+        return f"nvidia-cutlass-dsl is not installed: {how_to_install('gpu')}"
     return None
 
 

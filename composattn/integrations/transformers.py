@@ -26,6 +26,7 @@ from ..call.block_sparse import SMALLEST_BLOCK, BlockSparse
 from ..call.eight_bits import Quantized
 from ..call.sequences import Varlen
 from ..errors import DTypeMismatch, MissingDependency, ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
+from ..extras import how_to_install
 from ..mods.mask import Mask
 from ..mods.masks import causal
 from ..mods.score import Score
@@ -36,7 +37,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as missing:
     raise MissingDependency(
-        "composattn.integrations.transformers needs transformers: pip install transformers"
+        f"composattn.integrations.transformers needs transformers: {how_to_install('transformers')}"
     ) from missing
 
 from .model_caches import as_quantised, eight_bit_cache

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, cold, context_parallel_report, pages, planning, report, run, summary, timing
+from benchmarks import (
+    accuracy,
+    cold,
+    context_parallel_report,
+    pages,
+    planning,
+    report,
+    run,
+    summary,
+    timing,
+    trained_scores,
+)
 from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import GEMM, OURS, Inputs, TorchSdpa, interval_ends
@@ -78,6 +89,19 @@ def test_the_check_has_score_mods_and_gqa() -> None:
     checker = Checker(case, pattern, inputs)
     checker.check_output(out)
     checker.check_gradients(*torch.autograd.grad(out, leaves, inputs.grad.double()))
+
+
+def test_scores_that_are_drawn_lie_as_the_heads_of_the_trained_model_do() -> None:
+    known = trained_scores.heads()
+    assert len(known) == 54 and max(lead for _, lead in known) > 15
+    q, k = (torch.randn(1, heads, 4096, 64, generator=torch.Generator().manual_seed(0)) for heads in (8, 2))
+    trained_scores.drawn(q, k, known)
+    rows = torch.arange(1000, 4096, 97)
+    for head in range(8):
+        scores = q[0, head, rows] @ k[0, head // 4].T / 8
+        deviation, lead = trained_scores.of_rows(scores, rows)
+        wanted = known[head * trained_scores.STEP % 54]
+        assert (deviation, lead) == pytest.approx(wanted, rel=0.05, abs=0.05)
 
 
 def test_an_error_is_the_deviation_of_all_elements_from_fp64() -> None:

@@ -172,6 +172,56 @@ def test_a_folder_of_another_user_is_not_used(at: Path, monkeypatch: pytest.Monk
     assert disk_cache._distrusted(SimpleNamespace(st_mode=facts.st_mode, st_uid=0)) is None  # type: ignore[arg-type]
 
 
+def test_a_folder_is_not_used_below_one_where_everyone_can_write(at: Path) -> None:
+    at.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="everyone can write to .* put another folder in its place"):
+        assert disk_cache.usable() == disk_cache.of_process()
+    at.parent.chmod(0o1777)  # as /tmp: only its owner moves what lies there
+    assert disk_cache.usable() == at
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_folder_is_not_used_that_a_link_or_a_folder_of_another_user_leads_to(at: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    at.symlink_to(tmp_path / "elsewhere")
+    assert disk_cache.usable() == at, "a link of one's own"
+    os.lchown(at, 12345, -1)
+    assert f"{at} is a link of user 12345" in str(disk_cache.unusable(at))
+    at.unlink()
+    os.chown(tmp_path, 12345, -1)
+    assert f"{tmp_path} belongs to user 12345" in str(disk_cache.unusable(at))
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_an_entry_that_others_can_write_to_is_not_loaded(tmp_path: Path, mode: int) -> None:
+    kept = disk_cache.put(tmp_path, "key", ".so", b"machine code")
+    kept.chmod(mode)
+    with pytest.warns(UserWarning, match="compiling again: others can write to"):
+        assert disk_cache.get(tmp_path, "key", ".so") is None
+    kept.chmod(0o600)
+    kept.parent.chmod(0o770)
+    with pytest.warns(UserWarning, match="compiling again: others can write to"):
+        assert disk_cache.get(tmp_path, "key", ".so") is None
+
+
+def test_an_entry_is_no_link(tmp_path: Path) -> None:
+    kept = disk_cache.put(tmp_path, "key", ".so", b"machine code")
+    kept.rename(tmp_path / "moved.so")
+    kept.symlink_to(tmp_path / "moved.so")
+    with pytest.warns(UserWarning, match="is a link"):
+        assert disk_cache.get(tmp_path, "key", ".so") is None
+
+
+def test_entries_are_written_for_their_user_alone_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        kept = disk_cache.put(tmp_path, "key", ".so", b"machine code")
+    finally:
+        os.umask(before)
+    assert not (kept.stat().st_mode | kept.parent.stat().st_mode) & 0o022
+    assert disk_cache.get(tmp_path, "key", ".so") == kept
+
+
 def test_a_file_in_place_of_the_folder_is_said(at: Path) -> None:
     at.write_text("")
     with pytest.warns(UserWarning, match="compiled kernels are not kept"):

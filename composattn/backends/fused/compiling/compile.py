@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import BackendUnavailable
+from ....extras import how_to_install
 from ..planning.plan import Plan
 from . import disk_cache, toolchain
 from .generated import kernel_of
@@ -79,7 +80,7 @@ def _run_compiler(plan: Plan, text: Path | None = None) -> Any:
     except ImportError as missing:
         raise BackendUnavailable(
             f'backend="{plan.target.backend}" generates kernels with nvidia-cutlass-dsl, which is not installed; '
-            'pip install "composattn[gpu]", or use backend="streaming"'
+            f'{how_to_install("gpu")}, or use backend="streaming"'
         ) from missing
     function, arguments = kernel_of(plan)
     # what runs is loaded from the file that is kept: to link it in memory first costs 0.1 to 0.4 s

@@ -3,8 +3,10 @@
     <folder>/<key>/kernel-<sum>.so     an entry: `key` names what it was made from, `sum` is of its own bytes
     <folder>/.writing/                 files on their way in; what a killed process left there goes after an hour
 
-Entries are machine code that runs as it lies, so a folder that others can write to is not used. A file's time is that
-of its latest use. Nothing goes by itself, as a kernel of last month may be asked for again; `composattn cache
+Entries are machine code that runs as it lies. So a folder is not used where others can write to it, or where they can
+put another in its place: by a link of theirs on the way, or in a folder above it. An entry is not used where others
+could have written it. Checksums find damage, no more: who can write an entry can name it by its sum. A file's time is
+that of its latest use. Nothing goes by itself, as a kernel of last month may be asked for again; `composattn cache
 --unused DAYS` removes.
 """
 
@@ -26,6 +28,7 @@ from pathlib import Path
 
 VARIABLE = "COMPOSATTN_CACHE_DIR"
 _WRITING = ".writing"
+_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LEFT_BEHIND = 3600.0  # seconds after which no writer can be at it any more
 
 
@@ -71,7 +74,7 @@ def unusable(path: Path) -> str | None:
     """Why kernels are not kept in `path`, which is made for its user alone if it was not there; None where they are."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _distrusted(path.stat())
+        return _distrusted(path.stat()) or _replaceable(path)
     except OSError as error:
         return f"it can't be made ({error})"
 
@@ -81,11 +84,39 @@ def _distrusted(facts: os.stat_result) -> str | None:
         return "it is no folder"
     if facts.st_uid not in (os.getuid(), 0):
         return f"it belongs to user {facts.st_uid}, who could put machine code there that runs as you"
-    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if facts.st_mode & _OF_OTHERS:
         return (
             "others can write to it, and could put machine code there that runs as you (chmod go-w, or empty it first)"
         )
     return None
+
+
+def _replaceable(path: Path) -> str | None:
+    """Who could put another folder in its place: by what links on the way lead through, or in a folder above.
+
+    In a folder with the sticky bit (/tmp) only its owner moves an entry. A group that may write above is the owner's
+    choice.
+    """
+    known = (os.getuid(), 0, _nobody())
+    for part in (path, *path.parents):
+        if part.is_symlink() and part.lstat().st_uid not in known:
+            return f"{part} is a link of user {part.lstat().st_uid}, who could lead it elsewhere"
+    for above in (*path.parents, *path.resolve().parents):
+        facts = above.stat()
+        if facts.st_uid not in known:
+            return f"{above} belongs to user {facts.st_uid}, who could put another folder in its place"
+        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
+            return f"everyone can write to {above}, and could put another folder in its place"
+    return None
+
+
+@functools.cache
+def _nobody() -> int:
+    """Who owns, inside of a container, what belongs to users that it does not know: its host's root, say."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _warn_unkept(path: Path, why: str) -> None:
@@ -101,14 +132,33 @@ def of_process() -> Path:
 
 
 def get(folder: Path, key: str, suffix: str) -> Path | None:
-    """The file kept under `key`, or None. One that is not what was written is removed, with a warning."""
-    for path in sorted((folder / key).glob(f"kernel-*{suffix}")):
+    """The file kept under `key`, or None. One that is not what was written is removed, with a warning.
+
+    One that others could have written stays where it is, unused, with a warning.
+    """
+    place = folder / key
+    for path in sorted(place.glob(f"kernel-*{suffix}")):
+        why = _written_by_others(place) or _written_by_others(path)
+        if why is not None:
+            warnings.warn(f"compiling again: {why}", stacklevel=3)
+            continue
         if path.name == _name(path.read_bytes(), suffix):
             with contextlib.suppress(OSError):  # another's file that may only be read
                 os.utime(path)
             return path
         warnings.warn(f"compiling again: {path} is damaged (its checksum differs)", stacklevel=3)
         drop(path)
+    return None
+
+
+def _written_by_others(path: Path) -> str | None:
+    facts = path.lstat()
+    if stat.S_ISLNK(facts.st_mode):
+        return f"{path} is a link"
+    if facts.st_uid not in (os.getuid(), 0):
+        return f"{path} belongs to user {facts.st_uid}"
+    if facts.st_mode & _OF_OTHERS:
+        return f"others can write to {path}"
     return None
 
 
@@ -125,6 +175,8 @@ def _put(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     kept = folder / key / _name(content, suffix)
     with writing(folder) as aside:
         (aside / kept.name).write_bytes(content)
+        made = aside / kept.name
+        made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_OF_OTHERS)  # whatever the umask is
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         os.replace(aside / kept.name, kept)
     return kept
