@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import errors
+from .. import errors, settings
 from ..analysis.program import Program
 from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
@@ -101,7 +101,8 @@ BACKENDS = {
 def check_name(name: str | None) -> None:
     """Raises `UnknownBackend` unless `name` is None or one of `BACKENDS`."""
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        raise errors.UnknownBackend(f"no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
+        told = "COMPOSATTN_BACKEND: " if name == settings.BACKEND else ""
+        raise errors.UnknownBackend(f"{told}no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
 
 
 def choose(name: str | None, problem: Problem) -> Backend:

@@ -14,12 +14,12 @@ from types import TracebackType
 
 import torch
 
-from .. import errors
+from .. import errors, settings
 from ..analysis.graphs import refuse_in_graph
 from .block_sparse import Table
 from .inputs import Inputs
 
-are_on = False
+are_on = settings.DEBUG_CHECKS
 
 
 class debug_checks:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import backends, errors
+from .. import backends, errors, settings
 from ..analysis.program import Program
 from ..call.inputs import Inputs
 from ..call.prepared import PreparedCall
@@ -40,6 +40,8 @@ class Options:
         out_dtype: torch.dtype | None = None,
     ) -> None:
         softmax_scale(scale, 1)
+        backend = settings.BACKEND if backend is None else backend
+        deterministic = settings.DETERMINISTIC if deterministic is None else deterministic
         backends.check_name(backend)
         if deterministic is not None and not isinstance(deterministic, bool):
             raise errors.UnsupportedOption(
