@@ -156,12 +156,14 @@ visible pairs. "Ours to it" is ours over the fastest other implementation of the
 GEMM is a cuBLAS matrix product, timed in turn with them.
 [benchmarks.md](benchmarks.md) has all rows and says how they are measured. Where nothing stands, nothing was measured.
 
-<!-- python
+The blocks of this page run as they stand, in order, behind this one:
+
+```python
 import torch
 
 import composattn as ca
 from composattn import mods
--->
+```
 """
 
 

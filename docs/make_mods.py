@@ -62,10 +62,12 @@ a query may attend to a key. Formulas are what notebooks show of a mod (`_repr_l
 captured tensors; its derivatives, which the backward computes, are below each score mod. The [gallery](gallery.md) has
 larger pictures, and speeds.
 
-<!-- python
+The blocks of this page run as they stand, in order, behind this one:
+
+```python
 import torch
 from composattn.mods import *
--->
+```
 """
 
 

@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to files of the repository into links to pages; what only tests read is left out."""
+    """Turns links to files of the repository into links to pages."""
     sites = places()
     origin = next((name for name, target in sites.items() if target == page.file.src_uri), "")
     if origin.startswith("recipes"):

@@ -18,7 +18,6 @@ ELSEWHERE = {
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-HIDDEN = re.compile(r"<!-- python\n.*?-->\n?", re.DOTALL)
 
 
 def recipes() -> list[Path]:
@@ -53,7 +52,8 @@ def links_turned(markdown: str, origin: str, page: str) -> str:
             raise UnknownPage(f"{origin}: the link to {link[1]} leads to no page of the site")
         return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{link[2] or ''})"
 
-    markdown, parts, end = HIDDEN.sub("", markdown), [], 0
+    parts: list[str] = []
+    end = 0
     for fence in FENCED.finditer(markdown):
         parts += [LINK.sub(turned, markdown[end : fence.start()]), fence[0]]
         end = fence.end()

@@ -1,15 +1,17 @@
 """Every Python example of the README and of the pages runs, and pictures and pages are what their scripts make.
 
-The blocks of a page run in order in one namespace, as a reader would type them. What a page leaves to the reader (a
-model, q, k and v) stands in a comment of the page that begins with `<!-- python`, which nobody sees.
+The blocks of a page run in order in one namespace, as a reader pastes them: what a page shows is all there is.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import composattn
 from tests.support import docs_script, has_kernel_toolchain
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^(?:```python|<!-- python)\n(.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS_KERNELS = {"docs/emulator.md"}  # compiled: half a minute
 NEEDS_TRANSFORMERS = {"docs/integrations.md"}
 
@@ -53,6 +55,26 @@ def test_examples_run(name: str, one_thread: None, tmp_path: Path, monkeypatch: 
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(ROOT / name):
         exec(compile(block, str(ROOT / name), "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", params())
+def test_examples_run_when_pasted_into_a_file(name: str, tmp_path: Path) -> None:
+    """In a process of its own, beside no clone: nothing that another page or this one's tests imported is there."""
+    if (name in NEEDS_KERNELS and not has_kernel_toolchain()) or (
+        name in NEEDS_TRANSFORMERS and importlib.util.find_spec("transformers") is None
+    ):
+        pytest.skip("an extra is not installed")
+    (tmp_path / "pasted.py").write_text("\n".join(block.lstrip("\n") for block in blocks(ROOT / name)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "pasted.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_page_needs_is_on_the_page() -> None:
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    assert [page.name for page in pages if "<!-- python" in page.read_text()] == []
 
 
 def test_no_example_is_left_out_by_how_it_is_written() -> None:
