@@ -69,16 +69,18 @@ def cases() -> Iterator[tuple[str, Case, dict[str, Any]]]:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", default="", help="regular expression on the case's name")
-    only = made.parse_args().only
+    made.add_argument("--backend", choices=ARCHITECTURES, help="default: the GPU's")
+    given = made.parse_args()
     torch.manual_seed(0)
-    wrong, backend = 0, ca.backends.default_for(torch.device("cuda"))
-    most = ARCHITECTURES[backend].max_gradient_dim
+    wrong, backend = 0, given.backend or ca.backends.default_for(torch.device("cuda"))
+    kernels = ARCHITECTURES[backend]
     for name, case, options in cases():
-        if not re.search(only, name):
+        widest = max(case.q.shape[-1], case.v.shape[-1])
+        if not re.search(given.only, name) or widest > kernels.max_head_dim:
             continue
         attend = functools.partial(ca.attention, backend=backend, **options)
         try:
-            learns = max(case.q.shape[-1], case.v.shape[-1]) <= most
+            learns = widest <= kernels.max_gradient_dim
             check(attend, case if learns else case.without_gradients())
             print(f"{name}: right", flush=True)
         except AssertionError as error:
