@@ -46,6 +46,9 @@ from benchmarks.timing import (  # noqa: E402
     peak_extra_bytes,
     time_limit,
 )
+from composattn.backends.fused.tiles.architecture import plan_elsewhere_as  # noqa: E402
+from composattn.backends.fused.tiles.target import TARGETS, Target  # noqa: E402
+from composattn.errors import BackendUnavailable  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -199,7 +202,8 @@ def show(rows: Sequence[Row]) -> None:
 def run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
     """All cases on the best device there is; returns the result and keeps it in options.out as it grows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {**provenance(device), "rows": []}
+    built = {"kernels": f"as for {options.arch}"} if options.arch else {}
+    result: dict[str, Any] = {**provenance(device), **built, "rows": []}
     print(f"{result['machine']}; commit {result['commit'][:12]}; {len(cases)} cases", flush=True)
     implementations = [i for i in available(device, options.backend) if i.name in (options.impl or [i.name])]
     beside: dict[str, Call] = {}
@@ -247,6 +251,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", help="regular expression on the case's name")
     made.add_argument("--impl", nargs="+", help="only these implementations, by name")
     made.add_argument("--backend", help="backend of our rows; default: what ca.attention picks")
+    made.add_argument("--as", dest="arch", choices=[t.arch for t in TARGETS.values()],
+                      help="the kernels of this GPU, built for a newer one that is there")  # fmt: skip
     made.add_argument("--rounds", type=int, default=15, help="interleaved rounds a case (at least 4)")
     made.add_argument("--limit", type=float, default=120.0, help="seconds for one implementation of one case")
     made.add_argument("--budget", type=float, default=3600.0, help="seconds after which no case is begun")
@@ -254,6 +260,19 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="print the cases and stop")
     made.add_argument("--report", action="store_true", help="write tables and plots of the kept results, run nothing")
     return made
+
+
+def backend_as(arch: str, device: torch.device) -> str:
+    """The backend that has the kernels of `arch`, which from now on are planned as for it and built for `device`.
+
+    Raises: `BackendUnavailable` where they don't run there.
+    """
+    if device.type != "cuda":
+        raise BackendUnavailable(f"--as {arch} times kernels, and there is no GPU here; run it on a newer one")
+    target, here = next(target for target in TARGETS.values() if target.arch == arch), Target.of(device)
+    if here.backend == target.backend and here.arch != arch:
+        raise BackendUnavailable(f"{here.gpu} has {target.backend}'s kernels for {here.arch}; leave --as out")
+    return plan_elsewhere_as(target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,8 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list or not cases:
         print("\n".join(case.name for case in cases) or "no case has such a name")
         return 0 if cases else 2
+    if options.arch is not None:
+        try:
+            options.backend = backend_as(options.arch, torch.device("cuda" if on_gpu else "cpu"))
+        except BackendUnavailable as refusal:
+            print(f"BackendUnavailable: {refusal}", file=sys.stderr)
+            return 2
     if options.out is None and on_gpu:
         chip = torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
+        chip += f"-as-{options.arch}" if options.arch else ""
         options.out = ROOT / "benchmarks" / "results" / f"{chip}-{'-'.join(options.sets or ['core'])}.json"
     torch.manual_seed(int(time.time()))
     result = run(cases, options)

@@ -216,9 +216,10 @@ def machine_words(made: Artifact) -> str:
     """How many instructions there are, of which kinds, and how many of them spill registers."""
     if made.spills is None:
         return f"instructions and spills {NO_NVDISASM}"
-    products, copies = ("HGMMA", "UTCHMMA"), "UTMALDG"  # of matrices, bulk copies of tensors
-    units = [(name, made.mnemonics[name]) for name in (*products, copies) if made.mnemonics[name] or name == copies]
-    frequent = ", ".join(f"{count} {name}" for name, count in [*units, *made.mnemonics.most_common(6)])
+    of_units = "HGMMA", "UTCHMMA", "HMMA", "UTMALDG", "LDGSTS"  # products of matrices, copies to shared memory
+    units = [(name, made.mnemonics[name]) for name in of_units if made.mnemonics[name]]
+    others = [(name, count) for name, count in made.mnemonics.most_common() if name not in of_units]
+    frequent = ", ".join(f"{count} {name}" for name, count in [*units, *others[:6]])
     return f"{sum(made.mnemonics.values())} instructions, {made.spills} of them spills: {frequent}"
 
 

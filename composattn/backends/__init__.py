@@ -70,7 +70,7 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
         return _without_compiler()
 
     def prepare(problem: Problem, program: Program, scale: float) -> PreparedCall:
-        return prepared(FusedCall, problem, program, scale, architecture.target_on(problem.device))
+        return prepared(FusedCall, problem, program, scale, ARCHITECTURES[name].target_on(problem.device))
 
     def elsewhere(problem: Problem, program: Program, scale: float) -> PreparedCall:
         return prepared(FusedCall, problem, program, scale, architecture.target)

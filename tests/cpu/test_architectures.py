@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import composattn as ca
+from benchmarks.run import backend_as
 from composattn import backends, errors
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
@@ -107,6 +109,40 @@ def test_kernels_of_warps_run_on_newer_gpus_if_they_are_asked_for(
     target = ARCHITECTURES["warp"].target_on(GPU)
     assert (target.backend, target.arch, target.sms) == ("warp", TARGETS[gpu].arch, 7)
     assert target.shared_memory == TARGETS[8, 0].shared_memory
+
+
+@pytest.fixture
+def kept_architectures() -> Iterator[None]:
+    """What a test says of them ends with it."""
+    before = dict(ARCHITECTURES)
+    yield
+    ARCHITECTURES.update(before)
+
+
+@pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)
+def test_a_newer_gpu_runs_the_kernels_of_an_older_one_as_they_are_planned_there(
+    gpu: tuple[int, int], kept_architectures: None
+) -> None:
+    problem = Problem(1, 2, 2, 4096, 4096, 256, 256, torch.bfloat16, GPU)
+    for arch, keys in (("sm_80", 64), ("sm_86", 32)):
+        name = backend_as(arch, GPU)
+        target = ARCHITECTURES[name].target_on(GPU)
+        assert (name, target.arch, target.sms) == ("warp", "sm_90a", 7)
+        assert plan_forward(problem, Program(), target).tiling.tile_n == keys
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch", "why"),
+    [
+        ((9, 0), "sm_100a", "run on no GPU but those of blackwell; those of warp are built for newer ones"),
+        ((8, 9), "sm_80", "has warp's kernels for sm_89; leave --as out"),
+        ((9, 0), "sm_90a", "run on no GPU but those of hopper"),
+    ],
+    indirect=["gpu"],
+)
+def test_kernels_that_run_on_no_other_gpu_are_not_timed_there(gpu: tuple[int, int], arch: str, why: str) -> None:
+    with pytest.raises(errors.BackendUnavailable, match=why):
+        backend_as(arch, GPU)
 
 
 @pytest.mark.parametrize("gpu", [(7, 5)], indirect=True)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import composattn as ca
 from composattn.__main__ import machine_words, main
@@ -125,6 +126,24 @@ def test_a_shape_of_the_wrong_length_is_refused(capsys: pytest.CaptureFixture[st
 def test_bench_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--set", "core", "--list"]) == 0
     assert "forward D128 S16384 causal" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_of_another_gpus_kernels_wants_one_that_is_newer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--as", "sm_80", "--set", "core"]) == 2
+    assert "BackendUnavailable: --as sm_80 times kernels, and there is no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not has_kernel_toolchain(), reason="nvidia-cutlass-dsl is not installed (extra: gpu)")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
+def test_compile_makes_kernels_for_gpus_that_people_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arch: str
+) -> None:
+    arguments = ["compile", "--target", arch, "--shape", "1,2,2,256,256,64", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert f"forward on warp ({arch})" in said and " HMMA, " in said and " LDGSTS, " in said
+    assert "0 of them spills" in said and "UTMALDG" not in said
 
 
 @pytest.mark.skipif(not has_kernel_toolchain(), reason="nvidia-cutlass-dsl is not installed (extra: gpu)")
