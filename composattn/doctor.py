@@ -108,17 +108,29 @@ def full() -> int:
             print(f"  {shlex.join(step.command)} > {report.name}/{step.file}")
         return 2
     report.mkdir()
-    has_backward = ARCHITECTURES[picked].max_gradient_dim > 0
-    failed = [step.file for step in steps(report, has_backward) if not kept(step, report)]
+    failed = tried(steps(report, ARCHITECTURES[picked].max_gradient_dim > 0), report)
     archive = shutil.make_archive(str(report), "gztar", report.parent, report.name)
     print(f"\n{'all passed' if not failed else 'to look at: ' + ', '.join(failed)}")
     print(f"please send back {archive}: versions and folders of this machine, what the tests said, and speeds")
     return 1 if failed else 0
 
 
+def tried(checks: list[Check], report: Path) -> list[str]:
+    """Runs one after the other, and says which; in the report how each ended. The files of those that found a fault."""
+    failed, began = [], time.monotonic()
+    for number, check in enumerate(checks, 1):
+        start = time.monotonic()
+        print(f"\n--- {number} of {len(checks)}, after {start - began:.0f} s: {shlex.join(check.command)}", flush=True)
+        passed = kept(check, report)
+        failed += [] if passed else [check.file]
+        with (report / "summary.txt").open("a") as summary:
+            ended = "passed" if passed else "to look at"
+            summary.write(f"{check.file}: {ended}, {time.monotonic() - start:.0f} s\n")
+    return failed
+
+
 def kept(step: Check, report: Path) -> bool:
     """Runs it in the source tree, its output on the screen and in the report; whether it found nothing wrong."""
-    print(f"\n--- {shlex.join(step.command)}", flush=True)
     drawn = {"COMPOSATTN_FUZZ": "60", **os.environ}
     said = subprocess.Popen(
         step.command, cwd=ROOT, env=drawn, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -60,16 +60,17 @@ def picked(device: torch.device) -> str:
     return backends.choose(None, problem).name
 
 
-@pytest.mark.parametrize("gpu", [(10, 3)], indirect=True)
+@pytest.mark.parametrize("gpu", [(10, 3), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)], indirect=True)
 def test_kernels_that_never_ran_are_picked_with_one_warning_a_process(
     gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends._say_if_never_run.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     with pytest.warns(errors.NeverRanOnDevice) as said:
-        assert picked(GPU) == picked(torch.device("cuda", 1)) == "blackwell"
+        assert picked(GPU) == picked(torch.device("cuda", 1)) == TARGETS[gpu].backend
     (warning,) = said
-    for words in ("never ran on a device", "doctor --full", 'backend="blackwell"', 'backend="streaming"'):
+    name = f'backend="{TARGETS[gpu].backend}"'
+    for words in ("never ran on such a device", "doctor --full", name, 'backend="streaming"'):
         assert words in str(warning.message)
     backends._say_if_never_run.cache_clear()
 
@@ -134,7 +135,7 @@ def test_a_newer_gpu_runs_the_kernels_of_an_older_one_as_they_are_planned_there(
 @pytest.mark.parametrize(
     ("gpu", "arch", "why"),
     [
-        ((9, 0), "sm_100a", "run on no GPU but those of blackwell; those of warp are built for newer ones"),
+        ((9, 0), "sm_100a", "run on no GPU but those of blackwell; those of warp are built for newer ones too"),
         ((8, 9), "sm_80", "has warp's kernels for sm_89; leave --as out"),
         ((9, 0), "sm_90a", "run on no GPU but those of hopper"),
     ],

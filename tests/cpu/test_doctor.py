@@ -21,11 +21,11 @@ from composattn.doctor import Check, steps
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(params=[(10, 0), (8, 6)], ids=["blackwell", "warp"])
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """There seems to be such a GPU, and all that its kernels need; reports go aside."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.chdir(tmp_path)
 
@@ -36,7 +36,7 @@ def prints(text: str, status: int = 0) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_all_that_is_said_is_kept_and_what_failed_is_named(
-    blackwell: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
 ) -> None:
     tried = [Check("doctor.txt", prints("versions")), Check("tests.txt", prints("tested", status))]
     monkeypatch.setattr(doctor, "steps", lambda report, has_backward: tried)
@@ -47,7 +47,11 @@ def test_all_that_is_said_is_kept_and_what_failed_is_named(
     assert ("to look at: tests.txt" if status else "all passed") in said
     with tarfile.open(archive) as packed:
         texts = {Path(n).name: packed.extractfile(n).read() for n in packed.getnames() if n.endswith(".txt")}  # type: ignore[union-attr]
+    summary = texts.pop("summary.txt").decode().splitlines()
+    ended = "to look at" if status else "passed"
+    assert [line.rpartition(",")[0] for line in summary] == ["doctor.txt: passed", f"tests.txt: {ended}"]
     assert texts == {"doctor.txt": f"versions {ROOT}\n".encode(), "tests.txt": f"tested {ROOT}\n".encode()}
+    assert "--- 1 of 2, after 0 s: " in said and "--- 2 of 2, after " in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -172,7 +172,8 @@ def plan_elsewhere_as(target: Target) -> str:
     if found.elsewhere is None:
         able = ", ".join(name for name, other in ARCHITECTURES.items() if other.elsewhere is not None)
         raise BackendUnavailable(
-            f"kernels for {target.arch} run on no GPU but those of {found.name}; those of {able} are built for newer ones"
+            f"kernels for {target.arch} run on no GPU but those of {found.name}; those of {able} are built for newer "
+            "ones too"
         )
     ARCHITECTURES[found.name] = dataclasses.replace(found, elsewhere=target)
     return found.name
