@@ -8,7 +8,7 @@ flash-attention 3 is the one that vLLM builds, with two levels of sums, by head.
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,19 @@ from typing import Any
 import torch
 
 import composattn as ca
+from benchmarks import flash_attention_3
 from benchmarks.fp8_tilings import GEMM, HEADS, TOKENS, gemm
 from benchmarks.kernel_cases import save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.mods import causal
 
 
-def flash_attention_3(made: ca.QuantizedInputs, masked: bool) -> Call:
-    """A call of its operator, whose arguments are given by name: versions have more or fewer of them."""
-    operator = torch.ops._vllm_fa3_C.fwd
+def by_head_in_8_bits(made: ca.QuantizedInputs, masked: bool) -> Call:
+    """A call of flash-attention 3, with a scale of each head."""
     q, k, v = (x.data.transpose(1, 2).contiguous() for x in made)
     scales = [x.scale[:, :, 0, 0].contiguous() for x in made if x.scale is not None]
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": masked}
-    given |= dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-    given |= {"window_size_left": -1, "window_size_right": -1, "num_splits": 1}
-    for argument in operator.default._schema.arguments:
-        if argument.name not in given and not argument.has_default_value():
-            kind = str(argument.type)
-            nothing = {"int": 0, "SymInt": 0, "bool": False, "float": 0.0}
-            given[argument.name] = None if kind.startswith("Optional") else nothing.get(kind)
-    known = {argument.name for argument in operator.default._schema.arguments}
-    of_operator = {name: value for name, value in given.items() if name in known}
-    return lambda: operator(**of_operator)
+    given = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    return functools.partial(flash_attention_3.forward, q, k, v, is_causal=masked, **given)
 
 
 def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
@@ -54,8 +45,8 @@ def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
         "fp8, block of 128": lambda: ca.attention(*by_block, mask_mod=mask),
         "FP8 GEMM": gemm(),
     }
-    if "FA3_SO" in os.environ:
-        calls["flash-attention 3"] = flash_attention_3(by_head, masked)
+    if flash_attention_3.is_there():
+        calls["flash-attention 3"] = by_head_in_8_bits(by_head, masked)
     want = calls["bf16"]().float()  # type: ignore[attr-defined]
     found: dict[str, Call] = {}
     for name, call in calls.items():
@@ -65,7 +56,7 @@ def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
             print(f"D{dims} {name}: {type(failed).__name__} {str(failed)[:300]}", flush=True)
             continue
         if name == "flash-attention 3":
-            out = out[0].transpose(1, 2)
+            out = out.transpose(1, 2)
         off = 0.0 if name == "FP8 GEMM" else float((out.float() - want).norm() / want.norm())
         print(f"D{dims} {name}: {off:.1e} from bf16", flush=True)
         if off < 0.05:
@@ -96,9 +87,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if "FA3_SO" in os.environ:
-        torch.ops.load_library(os.environ["FA3_SO"])
-        print(torch.ops._vllm_fa3_C.fwd.default._schema, flush=True)
+    if flash_attention_3.is_there():
+        print(flash_attention_3.operator()[0].default._schema, flush=True)
     rows = list(measured(given.rounds))
     save(rows, given.out)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import flash_attention_3
 from benchmarks.cases import Case, Pattern
 
 Forward = Callable[..., Any]
@@ -280,37 +281,35 @@ class FlashAttention4:
 
 @dataclass(frozen=True)
 class FlashAttention3:
-    """flash-attention's kernels for Hopper, as its `flash_attn_interface` has them; layout (B, S, H, D)."""
+    """flash-attention's kernels for Hopper, as vLLM builds them (`flash_attention_3.py`); layout (B, S, H, D)."""
 
     name: str = "flash-attn-3"
 
     def prepare(self, case: Case, pattern: Pattern, inputs: Inputs) -> Job:
         if case.dtype not in (torch.bfloat16, torch.float16):
             raise NotServed("16-bit types only")
+        if case.direction == "backward":
+            raise NotServed("the build has a forward alone")
         arguments = pattern.score_mod is None or bool(pattern.softcap)
         if not arguments or pattern.prefix or pattern.step > 1 or pattern.grid:
             raise NotServed(f"no argument for {pattern.name}")
         if case.page_size or max(case.dim, case.v_dim) > 256:
             raise NotServed("keys in pages, or D above 256")
-        from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
         if pattern.document_starts:
-
-            def call(
-                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
-            ) -> torch.Tensor:
-                return _first(flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=pattern.causal))
-
-            return _packed(case, pattern, inputs, call)
-        options: dict[str, Any] = {"causal": pattern.causal, "softcap": pattern.softcap}
+            return _packed(case, pattern, inputs, functools.partial(self._documents, is_causal=pattern.causal))
+        options: dict[str, Any] = {"is_causal": pattern.causal, "softcap": pattern.softcap}
         if pattern.left_window is not None:
-            options |= {"causal": False, "window_size": (pattern.left_window, 0)}
-
-        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _first(flash_attn_func(q, k, v, **options))
-
+            options |= {"is_causal": False, "window_size_left": pattern.left_window, "window_size_right": 0}
         turned = [t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+        forward = functools.partial(flash_attention_3.forward, **options)
         return Job(forward, _leaves(case, *turned[:3]), turned[3], lambda t: t.transpose(1, 2))
+
+    @staticmethod
+    def _documents(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, is_causal: bool
+    ) -> torch.Tensor:
+        ends = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return flash_attention_3.forward(q, k, v, **ends, is_causal=is_causal)
 
 
 @dataclass(frozen=True)
@@ -413,7 +412,7 @@ def available(device: torch.device, backend: str | None = None) -> list[Implemen
         ]
         if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
             found.append(FlashAttention4())
-        if importlib.util.find_spec("flash_attn_interface"):
+        if flash_attention_3.is_there():
             found.append(FlashAttention3())
         if importlib.util.find_spec("cudnn"):
             found.append(CudnnFlex())

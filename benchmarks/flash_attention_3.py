@@ -1,0 +1,41 @@
+"""flash-attention's kernels for Hopper (FA3), as vLLM builds them: one operator, in a library that FA3_SO names.
+
+It is a forward alone. Arguments are given by name, as versions have more or fewer of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+
+def is_there() -> bool:
+    return "FA3_SO" in os.environ
+
+
+@functools.cache
+def operator() -> tuple[Any, dict[str, Any]]:
+    """The operator, and what stands for each argument that has no default and is not given."""
+    torch.ops.load_library(os.environ["FA3_SO"])
+    loaded = torch.ops._vllm_fa3_C.fwd
+    nothing: dict[str, Any] = {"int": 0, "SymInt": 0, "bool": False, "float": 0.0}  # all others: None
+    arguments = loaded.default._schema.arguments
+    return loaded, {argument.name: nothing.get(str(argument.type)) for argument in arguments} | {
+        argument.name: argument.default_value for argument in arguments if argument.has_default_value()
+    }
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Output (B, S, H, D), or packed (total, H, D) with `cu_seqlens_q` and the like. Raises `TypeError` for an unknown
+    name."""
+    call, defaults = operator()
+    given = {"window_size_left": -1, "window_size_right": -1, "num_splits": 1, **given, "q": q, "k": k, "v": v}
+    given.setdefault("softmax_scale", q.shape[-1] ** -0.5)
+    unknown = given.keys() - defaults.keys()
+    if unknown:
+        raise TypeError(f"this build has no argument {', '.join(sorted(unknown))}")
+    out: torch.Tensor = call(**defaults | given)[0]
+    return out
