@@ -5,6 +5,7 @@ form on this GPU (tune), speed (bench), what works here (doctor).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -22,11 +23,13 @@ from composattn.backends.fused.tiles.target import TARGETS, Target
 from composattn.call.inputs import Asked, Inputs
 from composattn.doctor import doctor, full
 from composattn.shaped import Shape, shaped
+from composattn.watched import on_screen
 
 if TYPE_CHECKING:
     from composattn.backends.fused.compiling.inspect import Artifact
     from composattn.backends.fused.planning.plan import Plan
 
+TAKE_LONG = ("compile", "tune", "doctor")  # what they do is told on stderr as they begin it
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -297,7 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     try:
-        return int(options.run(options))
+        with on_screen() if options.command in TAKE_LONG else contextlib.nullcontext():
+            return int(options.run(options))
     except ca.errors.ComposattnError as refusal:
         print(f"{type(refusal).__name__}: {refusal}", file=sys.stderr)
         return 1

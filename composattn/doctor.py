@@ -20,6 +20,7 @@ import composattn as ca
 from composattn.backends.fused.compiling import disk_cache, toolchain
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import TARGETS
+from composattn.watched import LOG
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "sympy", "numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "attn-gym")
@@ -45,6 +46,7 @@ def doctor() -> int:
     by = f"sources {toolchain.source_hash()[:16]}, processor {toolchain.processor()[:24]}"
     print(f"  by {by}, {toolchain.compiler()}")
     for backend in ca.backends.BACKENDS:
+        LOG.info("a tiny call by %s", backend)
         print(f"backend {backend}: {serves(backend)}")
     return 0
 

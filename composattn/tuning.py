@@ -14,6 +14,7 @@ from .backends.fused.compiling import tuned
 from .backends.fused.compiling.tuned import Tuned
 from .call.inputs import Inputs
 from .errors import BackendUnavailable
+from .watched import LOG
 
 Direction = Literal["forward", "backward"]
 Stopwatch = Callable[[Callable[[], object]], float]  # milliseconds that a call takes
@@ -60,9 +61,11 @@ def _timed(
         )
     own, names = next(iter(met.values()))[0], list(dict.fromkeys(name for forms in met.values() for name in forms))
     calls = {}
-    for name in names:
+    for number, name in enumerate(names, 1):
+        LOG.info("%s, form %d of %d: %s", direction, number, len(names), name)
         with tuned.asking(**{direction: name}):  # a plan, and its kernels, are made when first asked for
             calls[name] = _call(direction, attention(), inputs)
+    LOG.info("%s: timing %d forms in turns, %d rounds", direction, len(names), ROUNDS)
     rounds = [{name: stopwatch(call) for name, call in calls.items()} for _ in range(ROUNDS)]
     ms = {name: statistics.median(found[name] for found in rounds) for name in calls}
     return Timed(direction, own, ms, _kept(met, ms, gpu))

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 ROOMS = {
-    "errors": "errors extras settings",
+    "errors": "errors extras settings watched",
     "emulator": "emulator",
     "graph": "graph",
     "analysis": "analysis",

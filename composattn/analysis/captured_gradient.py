@@ -137,6 +137,7 @@ class GradientProgram(Program):
 
     def __init__(self, program: Program, reads: dict[Capture, tuple[FusedRead, ...]]) -> None:
         super().__init__(program.score, program.mask, keep=program.keep)
+        self.forms = program.forms
         self.__dict__["intervals"] = program.intervals
         self.reads = reads
         # placeholders: which tensor stands for them is said at the call

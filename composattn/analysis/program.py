@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from ..graph.among import plain
 from ..graph.balanced import balanced
 from ..graph.expr import Capture, Expr, const, inputs, score
+from ..graph.titles import name_of, shortened
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .row_limits import RowLimits
+from .symbolic import formula
 
 
 class Program:
@@ -19,6 +22,7 @@ class Program:
     `keep`: which pairs dropout keeps, an operation "kept"; weights of others are 0 behind the softmax.
     `values`: what V of 8 bits is multiplied by, of sequence, head, key and channel.
     `given`: the five as they were given, whose indices may say among how many they count (`graph.among`).
+    `forms`: those of score mod and mask as they were given, by which their names are known; empty where nobody knows.
     `captures` and `scalars` fix the order in which kernels receive captured tensors and run-time numbers.
     """
 
@@ -34,6 +38,7 @@ class Program:
         self.score = None if score_mod is None or score_mod is score() else plain(score_mod)
         self.mask = None if mask is None or mask is const(True) else balanced(plain(mask))
         self.sink, self.keep, self.values = sink, keep, values
+        self.forms: Sequence[str | None] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep; what is derived from the mods they derive again, from their own tensors."""
@@ -48,6 +53,14 @@ class Program:
     @property
     def is_plain(self) -> bool:
         return self.score is None and self.mask is None
+
+    @cached_property
+    def title(self) -> str:
+        """What logs and profiles call it: mask and score mod by their names, else by their formulas."""
+        score_form, mask_form = tuple(self.forms)[:2] or (None, None)
+        parts = [_title(self.mask, mask_form), _title(self.score, score_form)]
+        parts += [word for word, mod in (("sinks", self.sink), ("dropout", self.keep)) if mod is not None]
+        return ", ".join(filter(None, parts)) or "no mods"
 
     @cached_property
     def without_sink(self) -> Program:
@@ -102,3 +115,10 @@ class Program:
         if self.values is not None:
             mods["values"] = self.values
         return {**mods, "intervals": self.intervals, "limits": self.limits}
+
+
+def _title(mod: Expr | None, form: str | None) -> str:
+    """What a mod is called; nothing where it changes nothing."""
+    if mod is None:
+        return ""
+    return shortened((None if form is None else name_of(form)) or formula(mod))

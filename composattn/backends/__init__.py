@@ -18,6 +18,7 @@ from ..call.problem import Problem
 from ..call.quantized import Multiplies
 from ..extras import how_to_install
 from ..mods.values import Values
+from ..watched import say_once
 from . import blackwell, hopper, reference, streaming, warp
 from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
@@ -122,6 +123,7 @@ def choose(name: str | None, problem: Problem) -> Backend:
             "shapes of a call; the generated kernels can, hopper and blackwell, emulated ones too"
         )
     if name is None:
+        _say_if_without_kernels(backend.name, problem.device)
         _say_if_never_run(backend.name)
         if backend.name in ARCHITECTURES and not ARCHITECTURES[backend.name].max_gradient_dim:
             backend = dataclasses.replace(backend, prepare=where_served(backend.prepare))
@@ -130,6 +132,17 @@ def choose(name: str | None, problem: Problem) -> Backend:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
         raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
     return backend
+
+
+def _say_if_without_kernels(picked: str, device: torch.device) -> None:
+    """Tells the log, once a process, that a GPU has no kernels."""
+    if device.type == "cuda" and picked not in ARCHITECTURES:
+        major, minor = torch.cuda.get_device_capability(device)
+        say_once(
+            "no kernels",
+            f"streaming, in PyTorch, on {torch.cuda.get_device_name(device)}: there are no kernels "
+            f"for compute capability {major}.{minor}; docs/gpus.md says for which there are",
+        )
 
 
 @functools.cache

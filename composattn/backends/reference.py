@@ -27,6 +27,7 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
 from ..graph.philox import factor_of
+from ..watched import in_range, range_name
 from .layouts import arrange
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -101,6 +102,11 @@ class ReferenceCall:
     def __init__(self, program: Program, scale: float) -> None:
         self.program, self.scale = program, scale
 
+    def range_name(self, direction: str) -> str:
+        """What profiles call it."""
+        return range_name(direction, self.program.title, "reference")
+
+    @in_range("forward")
     def __call__(self, inputs: Inputs, asked: Asked) -> Three:
         return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
 

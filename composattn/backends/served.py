@@ -18,6 +18,7 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..graph.borrowed import Borrowed, BorrowedCapture
 from ..graph.expr import Capture
+from ..watched import LOG
 from . import streaming
 
 NOT_SERVED = errors.UnsupportedDType, errors.UnsupportedHeadDim, errors.UnsupportedCapture
@@ -36,6 +37,7 @@ def where_served(prepare: Prepare) -> Prepare:
         except NOT_SERVED as refused:
             if problem.schedule.batch_invariant:
                 raise  # PyTorch's products have no order of sums that holds for all calls
+            LOG.info("streaming instead of kernels: %s", refused)
             return InTorch(in_torch, str(refused))
         return ForwardGenerated(generated, in_torch, program)
 

@@ -39,6 +39,7 @@ from ..graph.expr import Capture, Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.least_score import LEAST_SCORE
 from ..graph.philox import factor_of
+from ..watched import in_range, range_name
 from .gathered import accumulate, total_for
 from .layouts import SequenceRows, arrange
 from .sinks import add_sink_gradients
@@ -137,6 +138,11 @@ class Streaming:
         tensors = {id(t): given for t, given in zip(self.captures, captured, strict=True)}
         return steps(parts, BoundMask(self.mods.program, tensors, self.scalars), q, k)
 
+    def range_name(self, direction: str) -> str:
+        """What profiles call it."""
+        return range_name(direction, self.mods.program.title, "streaming")
+
+    @in_range("forward")
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Results:
         """(out, lse, max_scores), all in the working precision."""
         form, given = arrange(self.sequences, q, k), q
@@ -163,6 +169,7 @@ class Streaming:
         for step in self.steps(form.parts, q, k, captured):
             self.visited.append([[tile for tile, _ in step.seen_from(rows)] for rows in step.query_tiles])
 
+    @in_range("backward")
     def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
         with borrowed_again(self.borrowed):

@@ -30,6 +30,7 @@ class Pinned(Planned):
         """`options`: those of `plans.Options`."""
         self._state = mods, options
         program = Program(*(None if mod is None else mod.expr for mod in mods))
+        program.forms = [None if mod is None else mod.form for mod in mods]
         super().__init__(program, Options(*options))
         self.scale, self.backend, self.deterministic, self.schedule = options[:4]
         self.serialized = serialize(mods, options)

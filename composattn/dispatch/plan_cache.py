@@ -192,7 +192,9 @@ def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[A
     checked = Options(*options)
     graphs = graphs_of(forms, leaves)
     _refuse_misplaced(*graphs)
-    return Planned(Program(*graphs), checked)
+    program = Program(*graphs)
+    program.forms = forms
+    return Planned(program, checked)
 
 
 def _refuse_misplaced(

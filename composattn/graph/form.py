@@ -181,7 +181,7 @@ def graphs_of(forms: Sequence[str | None], leaves: Sequence[Any]) -> list[Expr |
         graph = None
         if form is not None:
             try:
-                graph, left = _graph(_parsed(form), left)
+                graph, left = _graph(parsed(form), left)
             except ComposattnError:
                 raise
             except READING_FAILS as error:
@@ -208,13 +208,14 @@ def unreadable(form: str, why: Exception) -> UnreadableProgram:
 
 
 @functools.lru_cache(maxsize=512)
-def _parsed(form: str) -> Any:
+def parsed(form: str) -> Any:
+    """A form as the tuples that it says. Raises: one of `READING_FAILS`."""
     return ast.literal_eval(form)
 
 
 def leaf_count(form: str | None) -> int:
     """How many leaves a form speaks of."""
-    return 0 if form is None else _counted(_parsed(form))
+    return 0 if form is None else _counted(parsed(form))
 
 
 def _counted(form: Any) -> int:

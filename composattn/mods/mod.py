@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import cached
 
 from .. import errors
 from ..analysis.symbolic import definition
-from ..graph import copies
+from ..graph import copies, titles
 from ..graph.among import among, written
 from ..graph.dynamo import HANDED_OVER, is_traced, read, unfollowed
 from ..graph.evaluate import Env, evaluate
@@ -50,6 +50,8 @@ class Mod:
         if isinstance(mod, Expr):
             self.form, self.leaves = form_of(mod)
             self.name, self._expr = name or self._kind, mod
+            if name is not None:
+                titles.remember(self.form, name)
         else:
             made = self.of(mod)
             self.form, self.leaves, self.name = made.form, made.leaves, name or made.name
@@ -77,6 +79,8 @@ class Mod:
 
     def named(self, name: str) -> Self:
         """This function by another name."""
+        if not is_traced():
+            titles.remember(self.form, name)
         return self.formed(self.form, self.leaves, name)
 
     def shifted(self, *, b: Any = None, h: Any = None, q: Any = None, kv: Any = None) -> Self:
@@ -333,4 +337,5 @@ def formed(
             _traced[trace, mark[0]] = form, None if at == tuple(range(len(mark[1]))) else at, own
             if len(_traced) > _TRACED_LIMIT:
                 _traced.popitem(last=False)
+    titles.remember(form, name or own)
     return form, leaves, name or own

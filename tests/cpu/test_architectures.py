@@ -13,7 +13,7 @@ import torch
 
 import composattn as ca
 from benchmarks.run import backend_as
-from composattn import backends, errors
+from composattn import backends, errors, watched
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
@@ -88,6 +88,16 @@ def test_who_names_a_backend_or_gets_one_that_ran_is_not_warned(
         assert backends.choose(name, problem).name == name
         if gpu in ((9, 0), (7, 5)):
             assert picked(GPU) == name
+
+
+@pytest.mark.parametrize("gpu", [(7, 5)], indirect=True)
+def test_a_gpu_without_kernels_is_told_once(
+    gpu: tuple[int, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "_said", set())
+    assert picked(GPU) == picked(torch.device("cuda", 1)) == "streaming"
+    (said,) = caplog.messages
+    assert "streaming" in said and "7.5" in said and "docs/gpus.md" in said
 
 
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -284,7 +285,7 @@ class Compiler:
 
 def kernel_of_new_process(key: str) -> str:
     compiling._compiled.clear()
-    plan: Any = SimpleNamespace(key=key, target=SimpleNamespace(arch="sm_90a"))
+    plan: Any = SimpleNamespace(key=key, title=f"forward {key}", target=SimpleNamespace(arch="sm_90a"))
     return str(compiling.compile_plan(plan)())
 
 
@@ -299,6 +300,16 @@ def test_a_new_process_compiles_nothing_that_is_kept(at: Path, compiler: Compile
         warnings.simplefilter("error")
         assert [kernel_of_new_process(key) for key in "aab"] == ["a", "a", "b"]
     assert [plan.key for plan in compiler.made] == ["a", "b"]
+
+
+def test_the_log_says_what_is_compiled_and_where_it_is_kept(
+    at: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "composattn")
+    assert [kernel_of_new_process("a") for _ in range(2)] == ["a", "a"]
+    begun, done = caplog.messages  # the second time nothing is compiled
+    assert begun == "compiling forward a"
+    assert re.fullmatch(rf"compiled forward a: \d+\.\d s, kept in {re.escape(str(at))}", done)
 
 
 def test_a_damaged_kernel_is_compiled_again(at: Path, compiler: Compiler) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ....errors import BackendUnavailable
 from ....extras import how_to_install
+from ....watched import timed
 from ..planning.plan import Plan
 from . import disk_cache, toolchain
 from .generated import kernel_of
@@ -43,8 +44,13 @@ def compile_plan(plan: Plan) -> Launchable:
     with _lock:
         if key not in _compiled:
             folder = disk_cache.usable()
-            _compiled[key] = _from_disk(folder, key) or _keep(_run_compiler(plan), folder, key)
+            _compiled[key] = _from_disk(folder, key) or _made(plan, folder, key)
     return _compiled[key]
+
+
+def _made(plan: Plan, folder: Path, key: str) -> Launchable:
+    with timed(plan.title, str(folder)):
+        return _keep(_run_compiler(plan), folder, key)
 
 
 def content_hash(plan: Plan) -> str:
@@ -171,7 +177,11 @@ def _linked(made: Path) -> Path | None:
 def compile_offline(plan: Plan, folder: Path | None = None) -> Artifact:
     """Compiles `plan` with no GPU and keeps PTX and cubin, by default under the cache folder, by content."""
     folder = folder or disk_cache.usable() / "offline"
-    return _kept_text(plan, folder) or _with_text(plan, folder)[1]
+    made = _kept_text(plan, folder)
+    if made is None:
+        with timed(plan.title, str(folder)):
+            _, made = _with_text(plan, folder)
+    return made
 
 
 def compile_ahead(plan: Plan, folder: Path | None = None) -> Artifact:
@@ -183,8 +193,9 @@ def compile_ahead(plan: Plan, folder: Path | None = None) -> Artifact:
     key = content_hash(plan)
     made = _kept_text(plan, folder)
     if made is None or _from_disk(folder, key) is None:
-        compiled, made = _with_text(plan, folder)
-        _keep(compiled, folder, key)
+        with timed(plan.title, str(folder)):
+            compiled, made = _with_text(plan, folder)
+            _keep(compiled, folder, key)
     return made
 
 

@@ -37,6 +37,8 @@ from ..tiles.work import WorkTables, entries
 MOST_ACROSS = 65535  # blocks in the second and in the third dimension of a grid
 MOST_BLOCKS = 2**31 - 1  # in the first one
 
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
 # why a kernel is the same whatever a field says
 FOR_PEOPLE = {"why": "for people to read"}
 TABLES = {"why": "tensors of a call; `has_order_table` says whether there are any"}
@@ -68,6 +70,20 @@ class Plan(abc.ABC):
         """All that the plan says as text, see `graph.content`; said once, while captured tensors are there."""
         return f"{self.step}\n{content(self)}"
 
+    @property
+    def title(self) -> str:
+        """What logs call it."""
+        return self.step
+
+    @property
+    def entry(self) -> str:
+        """What profilers call its kernel, of what is compiled in alone: "composattn_forward_bf16_d128_dense_masked"."""
+        return "_".join(["composattn", self.step, *self._form()])
+
+    def _form(self) -> list[str]:
+        """Words of its form, of letters and digits."""
+        return [SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))]
+
     def __str__(self) -> str:
         return f"{self.step} on {self.target.backend} ({self.target.arch}), {self.dtype}"
 
@@ -80,6 +96,14 @@ class CombinePlan(Plan):
     head_dim_v: int
     return_lse: bool
     in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
+
+
+def words_of(program: Program | None) -> list[str]:
+    """Which mods a kernel has."""
+    if program is None:
+        return []
+    named = {"masked": program.mask, "scored": program.score, "sinks": program.sink, "dropout": program.keep}
+    return [word for word, mod in named.items() if mod is not None]
 
 
 AnyTiling = TypeVar("AnyTiling", bound=Tiling)
@@ -112,6 +136,20 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     @property
     def shared_memory(self) -> int:
         return self.tiling.shared_memory(self.dtype.itemsize)
+
+    @property
+    def title(self) -> str:
+        return f"{self.step}, D {self.head_dim}"
+
+    def _form(self) -> list[str]:
+        wide = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}_dv{self.head_dim_v}"
+        lies = self.layout.q if self.layout.q == self.layout.kv else f"{self.layout.q}_{self.layout.kv}"
+        return [*super()._form(), wide, lies, *words_of(self.mods)]
+
+    @property
+    def mods(self) -> Program | None:
+        """The mods that are compiled in; None: none are."""
+        return None
 
     def _text(self, rows: Mapping[str, str]) -> str:
         """For people to read: what each of the `rows` is about, and what it says."""
@@ -146,6 +184,14 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     batch_invariant: bool = False
     splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
     many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
+
+    @property
+    def title(self) -> str:
+        return f"{super().title}, {self.program.title}"
+
+    @property
+    def mods(self) -> Program:
+        return self.program
 
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:

@@ -59,6 +59,14 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
     in_pieces: bool  # several blocks share some tiles of keys
 
+    @property
+    def title(self) -> str:
+        return f"{super().title}, {self.program.title}"
+
+    @property
+    def mods(self) -> Program:
+        return self.program
+
     @functools.cached_property
     def captured(self) -> tuple[Capture, ...]:
         """What the mods and the loop bounds read, in the order in which the kernel receives it."""

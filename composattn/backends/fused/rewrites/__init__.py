@@ -60,6 +60,7 @@ def rewritten(posed: Posed) -> Rewriting:
 
 def _applied(posed: Posed, names: list[str], whole: bool) -> Rewriting:
     said: dict[str, str] = {}
+    given = posed
     for name in names:
         found = REWRITES[name](posed)
         if isinstance(found, Rewritten):
@@ -69,6 +70,8 @@ def _applied(posed: Posed, names: list[str], whole: bool) -> Rewriting:
                 said[name] = f"nothing, as {found.why}"
         elif not whole:
             return Rewriting(found, {name: found.words})
+    if not posed.program.forms:
+        posed.program.forms = given.program.forms
     return Rewriting(posed, said)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....call.autograd import Gradients
@@ -39,7 +40,7 @@ def bound_backward(
     if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
         return None
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
-    launch, turns_of = launcher.launch, sizes.turns
+    launches, turns_of = (launcher.launch, launcher.launch_in_range), sizes.turns  # the second one for profiles
     like_q, like_k, like_v = like
     taken, number = sizes.scratch.taken, sizes.scratch.number
     device = device_number(q.device) if has_streams(q.device) else None
@@ -78,6 +79,7 @@ def bound_backward(
             memory, place = taken(stream or 0)
         dq, dk, dv = like_q(q), like_k(k), like_v(v)
         tensors = q, k, v, out, lse, dout, None, dq, dk, dv
+        launch = launches[profiler._is_profiler_enabled]
         launch(tensors, scale, captured, numbers, None, tables, memory, turns_of, of_sinks)
         if place is not None:
             kept[place] = memory

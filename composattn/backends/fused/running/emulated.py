@@ -19,6 +19,7 @@ from ....emulator.findings import EmulationTooLarge
 from ....emulator.launch import Result, Stream
 from ....emulator.mode import EAGER, Mode
 from ....emulator.text import compile_ptx
+from ....watched import say_once, timed
 from ..compiling import disk_cache
 from ..compiling.compile import content_hash, uncollected
 from ..compiling.generated import kernel_of as generated
@@ -31,6 +32,7 @@ from .launch import ForwardLauncher, has_unused_rows, tidied
 # Seconds: a block costs the first, a score of a visited tile the second (measured, see docs/emulator.md).
 SECONDS_A_BLOCK, SECONDS_A_SCORE = 0.03, 1.5e-6
 LIMIT_SECONDS = 600.0
+LONG_SECONDS = 5.0  # from which on a call says what it will take
 KEPT = 32  # host functions kept, 3 MB each with the text of their kernels; of those `program` keeps fewer ready to run
 _kernels: dict[tuple[Path | None, str], Captured] = {}
 _stream = Stream()
@@ -62,6 +64,12 @@ def check_size(problem: Problem) -> None:
             f"emulating {problem.batch * problem.q_heads} heads of {problem.q_len} queries and {problem.kv_len} keys "
             f"would take about {seconds:.0f} s, the limit is {limit:.0f} s; take fewer heads or shorter sequences, "
             "raise COMPOSATTN_EMULATOR_SECONDS, or use backend='streaming'"
+        )
+    if seconds > LONG_SECONDS:
+        say_once(
+            "emulated",
+            f"emulating {problem.batch * problem.q_heads} heads of {problem.q_len} queries and {problem.kv_len} keys "
+            f"may take {seconds:.0f} s, a gradient three times that; backend='streaming' computes the same in PyTorch",
         )
 
 
@@ -114,7 +122,7 @@ def text_of(plan: Plan, folder: Path | None = None) -> str:
     kept = disk_cache.get(folder, key, ".ptx")
     if kept is not None:
         return kept.read_text()
-    with uncollected():
+    with timed(plan.title, str(folder)), uncollected():
         text = compile_ptx(*generated(plan), plan.target.arch, switches(plan))
     disk_cache.put(folder, key, ".ptx", text.encode())
     return text

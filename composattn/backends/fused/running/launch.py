@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
@@ -14,6 +15,7 @@ from ....call.inputs import Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
 from ....graph.borrowed import Borrowed, current
+from ....watched import range_name
 from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import Launchable, compile_plan
 from ..planning.arguments import CombineArguments, ForwardArguments
@@ -118,7 +120,8 @@ class ForwardLauncher:
             k, v = dequantised(k, v, self.plan.target, self.key_type, self.kernel_of)
         captured, scalars, sequences = tuple(reads) or None, tuple(numbers) or None, None if self.is_dense else lie
         counter, left = self._counted(q) if self.counts else (None, None)
-        self.launch(q, k, v, out, lse, max_scores, scale, sequences, work, captured, scalars, counter, left)
+        launch = self.launch_in_range if profiler._is_profiler_enabled else self.launch
+        launch(q, k, v, out, lse, max_scores, scale, sequences, work, captured, scalars, counter, left)
 
     def _counted(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A counter, and memory for what shares leave, if there are any."""
@@ -153,6 +156,11 @@ class ForwardLauncher:
         except (ValueError, TypeError):
             # strides of sizes 0 and 1 are arbitrary and may offend; others are refused here by name
             run(*tidied(*given))
+
+    def launch_in_range(self, *given: Any) -> None:
+        """`launch`, where somebody profiles."""
+        with profiler.record_function(range_name("forward", self.plan.program.title, self.plan.target.backend)):
+            self.launch(*given)
 
     def _run_parts(self, *arguments: Any) -> None:
         """Each of the parts of kv apart, then all in one: 4 bytes * splits * (Dv + 1) of memory per query and head."""

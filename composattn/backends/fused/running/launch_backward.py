@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
 from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
+from ....watched import range_name
 from ..compiling.compile import compile_plan
 from ..planning.arguments import PiecesArguments
 from ..planning.plan_backward import COUNTER, BackwardPlans
@@ -68,7 +70,8 @@ class BackwardLauncher:
         self.key_parts = None if self.strips is None or self.strips.is_whole else KeyParts(self.strips)
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
         self.has_tables = bool(tables)
-        self.reads = Reads(plans.main, plans.main.program if program is None else program)
+        self.program = plans.main.program if program is None else program
+        self.reads = Reads(plans.main, self.program)
         self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
         as_given = self.reads.are_as_given and not self.reads.has_numbers
         self.reads_nothing = not (self.reads.captured or tables)
@@ -104,6 +107,11 @@ class BackwardLauncher:
         parts_of = None if self.key_parts is None else self.key_parts.memory
         kernels = self.preprocess, self.main, self.postprocess, self.gather, self.join
         return launches(*kernels, pieces_of=pieces_of, parts_of=parts_of)
+
+    def launch_in_range(self, *given: Any) -> None:
+        """`launch`, where somebody profiles."""
+        with profiler.record_function(range_name("backward", self.program.title, self.plans.main.target.backend)):
+            self.launch(*given)
 
     def kernels(self) -> list[Kernel]:
         """All that it launches, made now."""
@@ -188,11 +196,12 @@ class BackwardLauncher:
             sizes = self._sizes_of(q, sequences, tables[0])
         memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
         given = (tensors, scale, reads, scalars, lie, tables, memory, sizes.turns, of_sinks)
+        launch = self.launch_in_range if profiler._is_profiler_enabled else self.launch
         if not q.is_cuda or q.get_device() == torch._C._cuda_getDevice():
-            self.launch(*given)
+            launch(*given)
         else:
             with torch.cuda.device(q.device):
-                self.launch(*given)
+                launch(*given)
         if place is not None:
             kept[place] = memory
 
