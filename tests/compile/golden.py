@@ -100,6 +100,7 @@ def traced_form(plan: Plan) -> str:
 
     whole = Compiler.compile
     function, arguments = kernel_of(bare(plan))
+    function.kernel.set_name_prefix("")  # as its PTX is compared, whatever profilers call it
     Compiler.compile = stop
     try:
         options = cute.GPUArch(plan.target.arch), ExtraCompilerOpts(switches(plan))

@@ -32,7 +32,7 @@ def plan_of(step: str, d: int, dtype: torch.dtype, mask: Mask | None) -> Plan:
 
 
 def lines_of(plan: Plan, dtype: torch.dtype) -> list[str]:
-    text = re.sub(r"kernel_cutlass\w+|//.*", "", text_of(plan)).replace(str(ONE[dtype]), "one").replace("bf16", "f16")
+    text = re.sub(r"composattn_\w+|//.*", "", text_of(plan)).replace(str(ONE[dtype]), "one").replace("bf16", "f16")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 

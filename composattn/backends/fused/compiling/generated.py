@@ -13,4 +13,5 @@ def kernel_of(plan: Plan) -> tuple[Kernel, tuple[Any, ...]]:
     from .fake import fake_arguments
 
     kernel = architecture_of(plan.target).kernels()[plan.step](plan)
+    kernel.kernel.set_name_prefix(plan.entry, remove_cutlass_symbol=True, keep_mangled_name=False)
     return kernel, fake_arguments(kernel.arguments.of(plan))

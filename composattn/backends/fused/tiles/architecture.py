@@ -26,6 +26,7 @@ class Kernel(abc.ABC):
     """A generated kernel, made of its plan: called on the host, with a stream and the fields of its `arguments`."""
 
     arguments: ClassVar[Any]  # a record, of `composattn.backends.fused.planning.arguments`
+    kernel: ClassVar[Any]  # what runs on the device
     plan: Any
 
     @abc.abstractmethod
