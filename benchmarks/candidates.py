@@ -89,8 +89,22 @@ def _of_backward_form(form: BackwardForm) -> Choose:
     return choose
 
 
+def _of_heads(together: bool) -> Choose:
+    """The forward of a call whose grouped heads share tiles, or have each their own, as its table has it then."""
+
+    def choose(problem: Problem, program: Program, target: Target) -> Any:
+        schedule = dataclasses.replace(problem.schedule, pack_gqa=together)
+        return forward_tiling(dataclasses.replace(problem, schedule=schedule), program, target)
+
+    return choose
+
+
 CANDIDATES: dict[Direction, dict[str, Choose]] = {
-    "forward": {str(form): _of_form(form) for form in FORMS},
+    "forward": {
+        **{str(form): _of_form(form) for form in FORMS},
+        "heads apart": _of_heads(together=False),
+        "heads together": _of_heads(together=True),
+    },
     "backward": {str(form): _of_backward_form(form) for form in BACKWARD_FORMS},
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from ...analysis.program import Program
 from ...call.eight_bits import EIGHT_BITS
@@ -10,11 +11,12 @@ from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Rounds, class_of
 from ..fused.planning.tables import first, row_of
-from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.few_queries import packed_heads, sharing_heads
 from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import query_tiles
 from .few_rows import few_rows
 from .forward_forms import Facts, tiling_of
-from .forward_table import FORMS, TABLE, ForwardForm, serves
+from .forward_table import FORMS, PACKS, TABLE, ForwardForm, serves, shape_of
 from .fp8_choice import fp8_tiling, fp8_words
 from .tiling import ROWS, HopperTiling
 from .wide_tiling import WideTiling, wide_tiling
@@ -31,11 +33,22 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
 
 def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
     """What kind of call it is, in tiles of 64 rows, the least that a warpgroup's product has."""
-    heads = packed_heads(problem, program, ROWS)
-    call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
+    of = functools.partial(class_of, problem, program, target, "forward", rows=ROWS)
+    call = of(heads=packed_heads(problem, program, ROWS))
+    heads = sharing_heads(problem, program, ROWS)
+    if not call.packs and heads > 1 and _fewer_tiles(problem, heads, call):
+        call = of(heads=heads)
     # who asks blocks to stay has work for several rounds
     stays = problem.schedule.persistent and call.work is not Rounds.FEW_ROWS
     return dataclasses.replace(call, work=Rounds.ROUNDS) if stays else call
+
+
+def _fewer_tiles(problem: Problem, heads: int, call: CallClass) -> bool:
+    """Whether heads that share tiles have so few of them that it pays. `call`: where each has its own."""
+    form = first(TABLE, call)
+    most = first(PACKS, call, kind=form.kind, guesses=form.guesses)
+    rows = ROWS * shape_of(form, call).warpgroups if most else ROWS
+    return query_tiles(problem, heads, rows) <= most * query_tiles(problem, 1, rows)
 
 
 def forward_words(problem: Problem, program: Program, target: Target) -> str:

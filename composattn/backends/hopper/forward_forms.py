@@ -11,7 +11,7 @@ from ...call.problem import Problem
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
 from ..fused.planning.call_class import CallClass
 from ..fused.planning.tables import Table, all_of, first, table
-from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.few_queries import sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import key_tiles, keys_by_memory, query_tiles, whole_pages
@@ -43,7 +43,7 @@ class Facts:
     @functools.cached_property
     def heads(self) -> int:
         """Query heads that share the rows of a tile."""
-        return packed_heads(self.problem, self.program, ROWS)
+        return sharing_heads(self.problem, self.program, ROWS) if self.call.packs else 1
 
     @property
     def keys(self) -> int:

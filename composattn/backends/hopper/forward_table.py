@@ -65,6 +65,7 @@ class Shape:
 TABLE: Table[ForwardForm] = table(FILE, "forms", ForwardForm.named)
 SERVES: Table[ForwardForm] = table(FILE, "serves", ForwardForm.named)  # what a form can cut, no matter of speed
 BLOCKS: Table[Shape] = table(FILE, "blocks", Shape.of)
+PACKS: Table[float] = table(FILE, "packs", float)  # heads share tiles if these are at most so many of those they have
 STEPS: Table[RowSteps] = table(FILE, "steps", lambda said: RowSteps(**said))  # what rows do from tile to tile
 FORMS = tuple(dict.fromkeys(row.says for row in TABLE if row.says.kind not in ("wide", "few")))  # those that compete
 # where a batch-invariant tile's keys find no registers, or a warpgroup more makes 16-bit numbers of bytes

@@ -93,7 +93,8 @@ class CallClass:
     copy takes up to twice as long where they are not. `packs`: query heads share the rows of a tile. `seen`: keys that
     a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
     the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
-    or less; in a backward tiles of 128 queries have a tenth more of them.
+    or less; in a backward tiles of 128 queries have a tenth more of them. `thirds`: rows of tiles of 192 over those of
+    tiles of 128; in a backward 1.
     """
 
     direction: Direction
@@ -109,6 +110,7 @@ class CallClass:
     seen: int
     length: int
     fills: bool
+    thirds: float
 
     @property
     def widest(self) -> int:
@@ -166,6 +168,7 @@ class Seen(TypedDict):
     seen: int
     length: int
     fills: bool
+    thirds: float
 
 
 def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
@@ -176,6 +179,7 @@ def _of_forward(problem: Problem, program: Program, target: Target, rows: int, h
         seen=band(keys(problem) if few else keys_of_a_query(problem, program)),
         length=band(keys(problem)),
         fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
+        thirds=1.5 * query_tiles(problem, heads, 192) / query_tiles(problem, heads, 128),
     )
 
 
@@ -187,6 +191,7 @@ def _of_backward(problem: Problem, program: Program, target: Target, rows: int, 
         seen=band(queries_of_a_key(problem, program)),
         length=band(queries(problem)),
         fills=not problem.layout.is_dense or -(-q_len // 128) * 128 * 10 <= 11 * (-(-q_len // 64) * 64),
+        thirds=1.0,
     )
 
 

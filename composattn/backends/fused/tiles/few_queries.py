@@ -16,10 +16,10 @@ from .tiling import ForwardTiling, key_tiles, query_tiles, slots
 from .traits import keys, queries
 
 
-def packed_heads(problem: Problem, program: Program, rows: int) -> int:
-    """How many query heads of a key/value head share the rows of a tile, `rows` where queries are few, else twice them.
+def sharing_heads(problem: Problem, program: Program, rows: int) -> int:
+    """How many query heads of a key/value head may share `rows` rows of a tile; 1 where none may, or none is to.
 
-    1 where each has tiles of its own. Raises `InvalidSchedule` where packing is asked for and can't be done.
+    Raises `InvalidSchedule` where packing is asked for and can't be done.
     """
     wanted, group = problem.schedule.pack_gqa, problem.group
     if wanted is False or group == 1:
@@ -27,12 +27,20 @@ def packed_heads(problem: Problem, program: Program, rows: int) -> int:
     heads = max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
     # heads that see different keys visit different tiles
     by_head = program.mask is not None and bool(program.mask.deps & Dep.H)
-    if by_head or heads == 1:
-        if wanted:
-            why = "the mask depends on the head" if by_head else f"{group} heads share no tile of {rows} rows"
-            raise InvalidSchedule(f"pack_gqa=True, but {why}; leave pack_gqa=None")
-        return 1
-    return heads if wanted or _tiles(problem, heads, rows) * 2 <= _tiles(problem, 1, rows) else 1
+    if wanted and (by_head or heads == 1):
+        why = "the mask depends on the head" if by_head else f"{group} heads share no tile of {rows} rows"
+        raise InvalidSchedule(f"pack_gqa=True, but {why}; leave pack_gqa=None")
+    return 1 if by_head else heads
+
+
+def packed_heads(problem: Problem, program: Program, rows: int) -> int:
+    """How many heads share the rows of a tile, `rows` where queries are few, else twice them: if that halves the tiles.
+
+    1 where each has tiles of its own. Raises `InvalidSchedule` where packing is asked for and can't be done.
+    """
+    heads = sharing_heads(problem, program, rows)
+    halved = _tiles(problem, heads, rows) * 2 <= _tiles(problem, 1, rows)
+    return heads if problem.schedule.pack_gqa or halved else 1
 
 
 def _tiles(problem: Problem, heads: int, rows: int) -> int:
