@@ -33,7 +33,8 @@ VALUES: dict[str, list[Any]] = {
     "order": ["any", "fixed"], "layout": ["dense", "packed", "mixed"], "d": list(WIDTHS), "dv": list(WIDTHS),
     "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
     "seen": [*BANDS, BEYOND],
-    "length": [*BANDS, BEYOND], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8], "ratio": [0, 1, 4, 8, 50],
+    "length": [*BANDS, BEYOND], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8],
+    "ratio": [0, 1, 4, 8, 50],
     "pairs": [True, False],
 }  # fmt: skip
 

@@ -35,8 +35,8 @@ WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "order": get_args(Order), "layout": get_args(LayoutKind), "sectors": (False, True), "mods": tuple(ModsKind),
-    "mask": tuple(MaskKind), "packs": (False, True), "work": tuple(Rounds), "fills": (False, True), "thirds": (0.75, 1.0, 1.2, 1.5),
-    "square": (False, True),
+    "mask": tuple(MaskKind), "packs": (False, True), "work": tuple(Rounds), "fills": (False, True),
+    "square": (False, True), "thirds": (0.75, 1.0, 1.2, 1.5),
     "length": (*BANDS, BEYOND), "seen": (*BANDS, BEYOND), "widest": WIDTHS,
 }  # fmt: skip
 

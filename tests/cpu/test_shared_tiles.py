@@ -1,4 +1,4 @@
-"""Which grouped heads share the rows of Hopper's tiles, and how large tiles of short sequences are: from shapes alone."""
+"""Which grouped heads share the rows of Hopper's tiles, and how large those of short sequences are: from shapes."""
 
 from __future__ import annotations
 
