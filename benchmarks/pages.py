@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import context_parallel_report
+from benchmarks.claims import headline, sweeps, why
 from benchmarks.report import (
     NOTHING,
     PLOTS,
     ROOT,
     Result,
     between,
-    headline,
     kept,
     newest,
     plot,
@@ -35,7 +35,11 @@ def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]
         PAGE: between(
             between(PAGE.read_text(), summary(results) or NOTHING, "summary"), "\n".join(sections) or NOTHING, "results"
         ),
-        README: between(README.read_text(), headline(results) or NOTHING, "results"),
+        README: between(
+            between(README.read_text(), headline(results, sweeps()) or NOTHING, "results"),
+            why(results) or NOTHING,
+            "why",
+        ),
         GALLERY: with_speeds(GALLERY.read_text(), results),
         MORE: between(MORE.read_text(), newest("planning", results), "planning"),
         PARALLEL: between(PARALLEL.read_text(), context_parallel_report.all_kept(), "results"),
@@ -56,7 +60,7 @@ def stale() -> list[Path]:
 def write() -> None:
     results = kept()
     plots = {result.name: plot(result, PLOTS) for result in results}
-    if headline(results):
+    if headline(results, {}):
         plot_speed(results, PLOTS)
     for path, text in pages(results, plots).items():
         path.write_text(text)

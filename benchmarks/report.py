@@ -1,4 +1,4 @@
-"""Tables, plots and the README's sentences from the kept results; `pages.py` writes them between their markers."""
+"""Tables and plots from the kept results; `pages.py` writes them between their markers."""
 
 from __future__ import annotations
 
@@ -237,40 +237,6 @@ SHOWN = "D128 S8192"
 def runs_of_gpus(results: list[Result]) -> dict[str, Result]:
     """The newest run of each kind ("forward", "backward", ...) on a GPU."""
     return {r.name.rpartition("-")[2]: r for r in results if "CPU" not in r.facts["machine"]}
-
-
-def headline(results: list[Result]) -> str:
-    """The README's plot and what it says in words, all rows of the runs counted; "" where such runs lack."""
-    runs = runs_of_gpus(results)
-    if not {"forward", "backward"} <= set(runs):
-        return ""
-    machine = runs["forward"].facts["machine"].split(",")[0]
-    machine = machine[0].upper() + machine[1:]
-    lines = [
-        f"![TFLOP/s by mask and score mod, forward and backward](docs/plots/{SPEED})\n",
-        f"{machine}, bf16, TFLOP/s of the visible pairs. Where a bar is missing, that run did not measure it, or the",
-        "implementation has no argument for the case. The ratios count all rows of these runs, not only those shown.",
-        "A ratio is our speed over that of another implementation in the same run: above 1×, ours is faster.",
-        "Inputs are N(0, 1), so scores deviate by 1, but where more is said.\n",
-    ]
-    ways = {"forward": "forward", "backward": "backward", "deviation": "forward of scores that deviate by 2 to 6"}
-    for way, words in ways.items():
-        if way not in runs:
-            continue
-        rows = runs[way].table.values()
-        peers = [ratio for row in rows if (ratio := ratio_to_best(row)) and "tflops" in row[OURS]]
-        yardstick = [f for row in rows if (f := fraction_of_gemm(row))]
-        behind = sum(ratio < 1 for ratio in peers)
-        to_gemm = f" To a cuBLAS matrix product: {spread_of(yardstick)}." if yardstick else ""
-        lines += [
-            f"- {words}, to the fastest other of each row: {spread_of(peers)};",
-            f"  ours is slower in {behind} of {len(peers)} rows.{to_gemm}",
-        ]
-    every = [row for r in runs.values() for row in r.table.values() if FLEX in row and OURS in row]
-    pairs = [{OURS: row[OURS], FLEX: row[FLEX]} for row in every if "tflops" in row[OURS]]
-    flex = [ratio for pair in pairs if (ratio := ratio_to_best(pair))]
-    lines.append(f"- to compiled FlexAttention, both directions, {len(flex)} rows: {spread_of(flex)}.")
-    return "\n".join(lines) + "\n"
 
 
 def spread_of(ratios: list[float]) -> str:

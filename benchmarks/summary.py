@@ -1,4 +1,4 @@
-"""The three tables at the head of docs/benchmarks.md: all rows in a line a run, one shape by mask, and host times."""
+"""The tables at the head of docs/benchmarks.md: a user's case, a line a run, one shape by mask, and host times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,40 @@ RUNS = {
     "graph": "short calls and decode, in a graph",
     "decode": "decode",
     "halves": "bf16 and fp16",
+    "fa3": "forward, to FlashAttention-3 alone",
+    "trained": "scores as of a trained model, and the same of N(0, 1)",
     "deviation": "forward, scores that deviate by 2, 3 and 6",
     "wide": "forward, D above 256",
 }
+YOUR_CASE = {
+    "causal, 16 heads of 128, 2 × 8k tokens": "D128 S8192 causal",
+    "causal, 32k tokens": "D128 S32768 causal",
+    "causal, 2k tokens": "D128 S2048 causal",
+    "no mask (encoders, diffusion), 8k": "D128 S8192 full",
+    "an image of FLUX.1 with its text, 4,608 tokens": "D128 B1 S4608 24 heads full",
+    "Llama 3 8B: 32 heads on 8 of 128, 8k": "D128 B2 S8192 GQA 32/8 causal",
+    "GPT-OSS, a global layer: 64 heads on 8 of 64, 8k": "D64 B2 S8192 GQA 64/8 causal",
+    "Gemma 2 9B: 16 heads on 8 of 256, 8k": "D256 B2 S8192 GQA 16/8 causal",
+    "DeepSeek-V3's prompts: D 192, Dv 128, 8k": "D192/128 S8192 causal",
+    "sliding window of 1,024, 8k": "D128 S8192 window",
+    "packed documents by ids, causal, 8k": "D128 S8192 eight_causal_documents",
+    "a prefix that all see, 8k": "D128 S8192 prefix",
+    "ALiBi, 8k": "D128 S8192 alibi",
+    "soft cap, 8k": "D128 S8192 softcap",
+    "a learned bias by head and distance, 8k": "D128 S8192 relative",
+    "a bias of each pair, 8k": "D128 S8192 pair_bias",
+    "neighbours 7×7 of an image of 128×128": "D128 neighborhood 128x128 7x7",
+}
+"""What users have, in their words, and the rows that say how fast it is: forward and backward."""
+
+READS = {
+    "a token each for 8 sequences of 8k, 64 heads on 8": "decode B8 q1 kv8192 GQA 64/8 D128, in a graph",
+    "a token each for 64 sequences of 8k, 64 heads on 8": "decode B64 q1 kv8192 GQA 64/8 D128, in a graph",
+    "one sequence of 128k, 32 heads on 8": "decode B1 q1 kv131072 GQA 32/8 D128",
+    "one sequence of 128k, in pages of 64": "decode B1 q1 kv131072 GQA 32/8 D128 pages of 64",
+}
+"""Of decoding: TB/s, keys and values read once."""
+
 HOST = {
     "ca.Attention, causal": "`ca.Attention`, causal",
     "ca.attention, alibi(slopes)": "`alibi(slopes)`, made in the call",
@@ -66,6 +97,27 @@ def _beside(rows: dict[str, Row]) -> tuple[str, str]:
     return cell(rows.get(OURS)), f"{cell(rows[peer[0]])}, {peer[0]}" if peer else "–"
 
 
+def your_case(results: list[Result]) -> str:
+    """What users have, a line each: ours, and how much faster than the fastest other, of the newest runs with them."""
+    runs = [run for kind, run in runs_of_gpus(results).items() if kind in ("forward", "backward", "graph", "decode")]
+    tables = {row: rows for run in runs for row, rows in run.table.items() if is_measured(rows.get(OURS, {}))}
+    lines = []
+    for words, case in YOUR_CASE.items():
+        found = [tables.get(f"{way} {case}", {}) for way in ("forward", "backward")]
+        if all(found):
+            lines.append([words, *(part for rows in found for part in _gained(rows))])
+    trained = table(
+        ["your case", "forward, TFLOP/s", "to the fastest other", "backward", "to the fastest other"], lines
+    )
+    rows = [[words, *_gained(tables[case])] for words, case in READS.items() if case in tables]
+    return f"{trained}\n{table(['decoding', 'TB/s', 'to the fastest other'], rows)}"
+
+
+def _gained(rows: dict[str, Row]) -> tuple[str, str]:
+    peer, ratio = best_peer(rows), ratio_to_best(rows)
+    return cell(rows[OURS]), f"{ratio:.2f}×, {peer[0]}" if ratio and peer else "–"
+
+
 def host_times(results: list[Result]) -> str:
     """Microseconds until the host has issued a call, a line an entry, beside torch's SDPA in the same turns."""
     cases = runs_of_gpus(results)["core"].table if "core" in runs_of_gpus(results) else {}
@@ -82,12 +134,14 @@ def _micro(row: Row | None) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """All three, each with a sentence before it; "" where no run of a GPU is kept."""
+    """All of them, each with a sentence before it; "" where no run of a GPU is kept."""
     runs = runs_of_gpus(results)
     if not {"forward", "backward", "core"} <= set(runs):
         return ""
     machine = runs["forward"].facts["machine"].split(",")[0]
     parts = [
+        f"What it gives for your case, on {machine} in bf16. All rows, and how they are measured, are below.\n",
+        your_case(results),
         "Our speed over that of the fastest other implementation of each row. Inputs are N(0, 1) where nothing else is",
         f"said ({machine}).\n",
         to_peers(results),

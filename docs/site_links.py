@@ -11,6 +11,7 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/findings.md": "findings.md",
     "benchmarks/log/2026-11.md": "log/2026-11.md",
 }

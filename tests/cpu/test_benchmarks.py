@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     accuracy,
+    claims,
     cold,
     context_parallel_report,
     pages,
@@ -234,16 +235,48 @@ def test_the_readme_counts_every_row_the_slower_ones_too() -> None:
         rows += [{"row": f"{way} {n}", "impl": GEMM, "tflops": 200.0} for n in range(len(peers))]
         return report.Result(f"chip-{way}", {"machine": "one chip, 1 SM", "rows": rows})
 
-    said = report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0)])
+    said = claims.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0)], {})
     assert "forward, to the fastest other of each row: median 1.25×, from 0.50× to 2.00×" in said
     assert "slower in 1 of 3 rows" in said and "slower in 1 of 1 rows" in said
     assert "cuBLAS matrix product: median 0.50×" in said
     assert "both directions, 4 rows: median 1.02×, from 0.50× to 2.00×" in said
-    assert report.headline([run_of("forward", 50.0)]) == ""
-    apart = report.headline([run_of("forward", 50.0), run_of("backward", 125.0), run_of("deviation", 125.0)])
+    assert claims.headline([run_of("forward", 50.0)], {}) == ""
+    apart = claims.headline([run_of("forward", 50.0), run_of("backward", 125.0), run_of("deviation", 125.0)], {})
     assert "forward of scores that deviate by 2 to 6, to the fastest other of each row: median 0.80×" in apart
     newer = report.Result("cpu-forward", run_of("forward", 1.0).facts | {"machine": "x86_64 CPU, 1 threads"})
-    assert report.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0), newer]) == said
+    assert claims.headline([run_of("forward", 50.0, 200.0, 80.0), run_of("backward", 125.0), newer], {}) == said
+
+
+def test_a_row_is_compared_with_the_fastest_other_of_all_runs_that_have_it() -> None:
+    def run_of(kind: str, peer: str, speed: float, row: str = "forward 0") -> report.Result:
+        rows = [{"row": row, "impl": OURS, "tflops": 100.0}, {"row": row, "impl": peer, "tflops": speed}]
+        return report.Result(f"chip-{kind}", {"machine": "one chip, 1 SM", "rows": rows})
+
+    runs = [run_of("forward", "flash-attn-4", 50.0), run_of("backward", "FlexAttention", 50.0, "backward 0")]
+    apart = run_of("fa3", "flash-attn-3", 80.0)
+    said = claims.headline([*runs, apart], {})
+    assert "forward, to the fastest other of each row: median 1.25×" in said
+    assert "for it: FlashAttention-3, flash-attn-4 and compiled FlexAttention." in said
+    elsewhere = run_of("fa3", "flash-attn-3", 80.0, "forward of another shape")
+    assert "forward, to the fastest other of each row: median 2.00×" in claims.headline([*runs, elsewhere], {})
+
+
+def test_scores_of_a_trained_model_stand_beside_the_same_rows_of_draws() -> None:
+    def rows_of(row: str, peer: float) -> list[dict[str, object]]:
+        return [{"row": row, "impl": OURS, "tflops": 100.0}, {"row": row, "impl": "peer", "tflops": peer}]
+
+    rows = [*rows_of(f"{claims.TRAINED}forward 1", 125.0), *rows_of("forward 1", 50.0), *rows_of("forward 2", 1.0)]
+    first, second = claims.of_trained(report.Result("chip-trained", {"rows": rows}))
+    assert first.endswith("forward and backward: median 0.80×, from 0.80× to 0.80×;")
+    assert "slower in 1 of 1 rows." in second and "in the same turns: median 2.00×" in second
+
+
+def test_drawn_shapes_are_counted_by_their_fastest_other() -> None:
+    rows = [{"row": "a", "impl": OURS, "ms": 1.0}, {"row": "a", "impl": "peer", "ms": 2.0}]
+    rows += [{"row": "b", "impl": OURS, "ms": 2.0}, {"row": "b", "impl": "peer", "ms": 1.0}]
+    first, second = claims.of_shapes({"forward": rows})
+    assert "half drawn: median 1.25×, from 0.50× to 2.00×" in first
+    assert "slower in 1 of 2 rows. Geometric mean 1.00×." in second
 
 
 def test_the_first_table_of_the_page_counts_slower_rows_and_links_to_all_rows_of_a_run() -> None:
