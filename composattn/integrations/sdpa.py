@@ -57,30 +57,36 @@ def scaled_dot_product_attention(
     Raises: `UnsupportedOption` for a mask beside `is_causal`, `WrongRank`, `ShapeMismatch`,
     `DTypeMismatch`, `UnsupportedLayout`, and what `ca.attention` raises.
     """
-    if attn_mask is not None and is_causal:
-        raise UnsupportedOption("attn_mask and is_causal exclude each other; hide later keys in attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         refuse_unreadable(name, tensor)
         if tensor.ndim < 2:
             raise WrongRank(f"{name} needs (..., S, D), got {tuple(tensor.shape)}")
     q, k, v, leading = _four_dimensions(query, key, value, enable_gqa)
-    score_mod: Callable[..., Any] | None = None
-    mask_mod: Callable[..., Any] | None = None
-    if isinstance(attn_mask, CausalBias):
-        mask_mod = _of_torchs_bias(attn_mask, q.shape[2], k.shape[2])
-    elif attn_mask is not None:
-        refuse_unreadable("attn_mask", attn_mask)
-        at = _table(attn_mask, leading, q.shape[2], k.shape[2], query.dtype)
-        if attn_mask.dtype is torch.bool:
-            mask_mod = at
-        else:
-            score_mod = lambda score, b, h, q_idx, kv_idx: score + at(b, h, q_idx, kv_idx)  # noqa: E731
-    elif is_causal:
-        mask_mod = causal()
+    score_mod, mask_mod = mods_of(attn_mask, is_causal, leading, q, k)
     out: Any = attention(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, dropout_p=dropout_p, backend=backend
     )
     return out.reshape(*leading, *out.shape[2:])  # type: ignore[no-any-return]
+
+
+def mods_of(
+    attn_mask: torch.Tensor | None, is_causal: bool, leading: torch.Size, q: torch.Tensor, k: torch.Tensor
+) -> tuple[Any, Any]:
+    """(score mod, mask mod) that torch's arguments say of q (B, Hq, Sq, D) and k; `leading`: dimensions of the result.
+
+    Raises: `UnsupportedOption`, `DTypeMismatch`, `WrongRank`, `ShapeMismatch`, `UnsupportedLayout`.
+    """
+    if attn_mask is not None and is_causal:
+        raise UnsupportedOption("attn_mask and is_causal exclude each other; hide later keys in attn_mask")
+    if attn_mask is None:
+        return None, causal() if is_causal else None
+    if isinstance(attn_mask, CausalBias):
+        return None, _of_torchs_bias(attn_mask, q.shape[2], k.shape[2])
+    refuse_unreadable("attn_mask", attn_mask)
+    at = _table(attn_mask, leading, q.shape[2], k.shape[2], q.dtype)
+    if attn_mask.dtype is torch.bool:
+        return None, at
+    return lambda score, b, h, q_idx, kv_idx: score + at(b, h, q_idx, kv_idx), None
 
 
 def _of_torchs_bias(bias: CausalBias, q_length: int, kv_length: int) -> Mask:
