@@ -53,7 +53,7 @@ def counted(words: str, ratios: Iterable[float], more: str = "") -> list[str]:
 
 
 def peers(runs: dict[str, Result]) -> str:
-    """Those that the rows are compared with, in words."""
+    """Names of the implementations that rows are compared with, in words."""
     kinds = ("forward", "backward", *ALONE.values())
     there = {name for kind in kinds if kind in runs for rows in runs[kind].table.values() for name in rows}
     named = [words for name, words in NAMES.items() if name in there]
