@@ -304,15 +304,15 @@ def speed_table(pattern: str, results: list[Result]) -> str:
         if not measured:
             continue
         result, rows = measured[-1]
-        peer, of_gemm = best_peer(rows), fraction_of_gemm(rows)
+        peer = best_peer(rows)
         for name, words in ((OURS, way), (PACKED, f"{way}, packed (`ca.Varlen`)")):
             ratio = ratio_to_best(rows, name)
             if "tflops" in rows.get(name, {}):
                 other = f"{cell(rows[peer[0]])} ({peer[0]})" if peer else "–"
-                ends = [f"{ratio:.2f}×" if ratio else "–", f"{of_gemm:.2f}" if of_gemm and name == OURS else ""]
                 run = f"[{result.name}](benchmarks.md#{result.name})"
-                lines.append("| " + " | ".join([words, cell(rows[name]), other, *ends, run]) + " |")
-    head = ["", "composattn", "fastest other", "ours to it", "of the GEMM", "run"]
+                line = [words, cell(rows[name]), other, f"{ratio:.2f}×" if ratio else "–", run]
+                lines.append("| " + " | ".join(line) + " |")
+    head = ["", "composattn", "fastest other", "ours to it", "run"]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) if lines else ""
 
 

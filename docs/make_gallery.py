@@ -152,8 +152,7 @@ skipped. In blue tiles each pair is tested, and the dark cells are what a query 
 run with no test. Which tile is what was found by the analysis of the function, not by looking at each pair.
 
 Speeds are of masks of the same form in the kept benchmark runs: bf16, D 128, 8192 queries and keys, TFLOP/s of the
-visible pairs. "Ours to it" is ours over the fastest other implementation of the same run: above 1×, ours is faster. The
-GEMM is a cuBLAS matrix product, timed in turn with them.
+visible pairs. "Ours to it" is ours over the fastest other implementation of the same run: above 1×, ours is faster.
 [benchmarks.md](benchmarks.md) has all rows and says how they are measured. Where nothing stands, nothing was measured.
 
 The blocks of this page run as they stand, in order, behind this one:

@@ -84,6 +84,15 @@ def test_no_example_is_left_out_by_how_it_is_written() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}, "begin with ```python, in the first column"
 
 
+SHOWN_FIRST = ("README.md", *(f"docs/{name}.md" for name in ("slow", "decoding", "settings", "faq")))
+
+
+@pytest.mark.parametrize("name", SHOWN_FIRST)
+def test_code_is_no_wider_than_the_site_shows(name: str) -> None:
+    fences = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for block in fences for line in block.splitlines() if len(line) > 96] == []
+
+
 def test_links_between_pages_lead_to_pages_of_the_site() -> None:
     site = docs_script("site_links")
     pages = {name: page for name, page in site.places().items() if name.endswith(".md")}
