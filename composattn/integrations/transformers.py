@@ -29,6 +29,7 @@ from ..errors import DTypeMismatch, MissingDependency, ShapeMismatch, UnknownKey
 from ..extras import how_to_install
 from ..mods.mask import Mask
 from ..mods.masks import causal
+from ..mods.masks import sliding_window as window_before
 from ..mods.score import Score
 from ..mods.scores import softcap as soft_cap
 from .tables import reader
@@ -40,6 +41,7 @@ except ImportError as missing:
         f"composattn.integrations.transformers needs transformers: {how_to_install('transformers')}"
     ) from missing
 
+from .model_batches import serve_batches
 from .model_caches import as_quantised, eight_bit_cache
 from .model_classes import check_when_loaded
 from .model_masks import ModelMask, mask
@@ -53,12 +55,12 @@ def register(name: str = "composattn") -> None:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     check_when_loaded(name)
+    serve_batches(name)
 
 
 # What reaches a layer's attention and changes nothing there, each with why. transformers hands the keywords of a
 # model's forward on to its layers, and these to their attention.
 _CHANGES_NOTHING = {
-    "sliding_window": "the model's mask holds the window",
     "position_ids": "q and k are rotated by them, and masks were told of them",
     "position_embeddings": "q and k are rotated by them before",
     "deterministic": "an option of flash-attn's backward",
@@ -74,6 +76,10 @@ _CHANGES_NOTHING = {
     "labels": "for the loss",
     "num_items_in_batch": "for the loss",
     "seq_idx": "documents for layers without attention",
+    "read_index": "which rows of a cache of pages the keys are, which it has read",
+    "write_index": "where a cache of pages has put the new ones",
+    "logits_indices": "which rows become logits",
+    "logits_processor_args": "for what is drawn of them",
     "input_ids": "what the model embedded",
     "decoder_input_ids": "what the model embedded",
     "inputs_embeds": "what the model embedded",
@@ -102,6 +108,7 @@ def attend(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    sliding_window: int | None = None,
     **unknown: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as `AttentionInterface` asks for it: ((B, Sq, Hq, Dv), no weights).
@@ -115,7 +122,9 @@ def attend(
     block_indices: int (B, H, Sq, K), for each query the blocks of `module.config.index_block_size` keys that it sees
         of what the mask shows, -1 for none; Hq a multiple of H.
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, where packed documents begin in a batch of one; max_length_q,
-        max_length_k: their greatest lengths. No document sees another, whatever the mask says.
+        max_length_k: their greatest lengths. No document sees another, whatever the mask says. With no mask (continuous
+        batching, whose keys are those of a cache) documents are causal, the last query at the last key.
+    sliding_window: how many keys a query sees, itself among them, of documents with no mask; else the mask says it.
 
     Raises: `UnknownKeyword` for a keyword that may change the result and is none of these; `UnsupportedOption` for
     output_attentions, token indices and packed documents in more than one row; `ShapeMismatch` for a causal layer
@@ -126,16 +135,19 @@ def attend(
     if output_attentions:
         raise UnsupportedOption('attention weights are never formed here; use attn_implementation="eager" to see them')
     keys, values = as_quantised("key", key), as_quantised("value", value)
-    mask_mod, bias = _told(module, query, key, attention_mask, is_causal)
+    documents = _documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    causal_alone = attention_mask is None and _is_causal(module, is_causal)
+    aligned = _causal_documents(sliding_window) if documents is not None and causal_alone else None
+    mask_mod, bias = (None, None) if aligned is not None else _told(module, query, key, attention_mask, is_causal)
     if block_indices is not None:
         picked = _picked_blocks(module, block_indices, query, key)
         mask_mod = picked if mask_mod is None else Mask.of(mask_mod) & picked
     score_mod = _scores(softcap, [b for b in (bias, position_bias) if b is not None])
-    documents = _documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     of_heads, of_rows = _sinks(query, s_aux, sinks)
     out = _attention(
-        query, keys, values, score_mod, mask_mod, documents, of_rows, scale=scaling, sinks=of_heads, dropout_p=dropout
-    )
+        query, keys, values, score_mod, mask_mod, documents, of_rows, aligned, scale=scaling, sinks=of_heads,
+        dropout_p=dropout,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -221,14 +233,20 @@ def _attention(
     mask_mod: Any,
     documents: Varlen | None,
     sinks_of_rows: torch.Tensor | None,
+    of_documents: Mask | None,
     **options: Any,
 ) -> torch.Tensor:
-    """out of (B, H, S, D) tensors; of documents packed in a batch of one, too."""
+    """out of (B, H, S, D) tensors; of documents packed in a batch of one, too.
+
+    `of_documents`: a mask of positions in a document; `mask_mod` and `score_mod` are of those in the packed row.
+    """
     tensors = query, key, value
     if documents is not None:
         if query.shape[0] != 1:
             raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
         mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
+        if of_documents is not None:
+            mask_mod = of_documents if mask_mod is None else of_documents & mask_mod
         score_mod = None if score_mod is None else _of_packed(score_mod, documents)
         if isinstance(key, Quantized) or isinstance(value, Quantized):
             raise UnsupportedOption("packed documents (cu_seq_lens_q) with a cache in 8 bits; give it one in 16 bits")
@@ -255,6 +273,16 @@ def _of_packed(mod: Any, documents: Varlen) -> Any:
     return lambda b, h, q_idx, kv_idx: mod(0, h, q_idx + q_begin[b + 0], kv_idx + kv_begin[b + 0])
 
 
+def _is_causal(module: torch.nn.Module, said: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if said is None else said)
+
+
+def _causal_documents(window: int | None) -> Mask:
+    """What a query of a document sees whose last query is at its last key."""
+    before = causal("bottom_right")
+    return before if window is None else before & window_before(window - 1, "bottom_right")
+
+
 def _told(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, is_causal: bool | None
 ) -> tuple[Any, torch.Tensor | None]:
@@ -268,7 +296,7 @@ def _told(
             )
         return given.mask_mod, None
     if given is None:
-        if query.shape[2] == 1 or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if query.shape[2] == 1 or not _is_causal(module, is_causal):
             return None, None
         if query.shape[2] != key.shape[2]:
             raise ShapeMismatch(
