@@ -10,13 +10,14 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.tables import Table, first, table
-from ..fused.tiles.coverage import all_are_seen, differ
+from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
 from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
 from .backward_table import FORMS, BackwardForm, form_of, rows_of, serves
 from .backward_tiling import FILE, HopperBackwardTiling
 
+BACKWARDS: Table[bool] = table(FILE, "backwards", bool)  # whether the last section goes the other way
 ONE_HEAD: Table[bool] = table(FILE, "one_head", bool)  # whether a section has one key/value head
 MADE: dict[str, Callable[[Facts, BackwardForm], HopperBackwardTiling]] = {
     "keys apart": keys_apart, "shared keys": shared_keys, "exchange": exchange, "halves": halves,
@@ -47,12 +48,12 @@ def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
 
 def _in_order(tiling: HopperBackwardTiling, facts: Facts) -> HopperBackwardTiling:
     """With dQ summed in a fixed order. The last section fills the SMs, or its longest tiles end alone: 1.05."""
-    problem, program, target, call = facts.problem, facts.program, facts.target, facts.call
-    seen, backwards = tiling.dq_in_bulk and all_are_seen(tiling, problem, program), differ(problem, program)
+    problem, call = facts.problem, facts.call
+    seen, backwards = tiling.dq_in_bulk and all_are_seen(problem, facts.program), first(BACKWARDS, call)
     tiling = dataclasses.replace(tiling, heads_at_last=0 if backwards else None, dq_begins="turn" if seen else "before")
-    at_once, tiles = target.sms // tiling.sharing, max(1, -(-problem.kv_len // tiling.tile_n))
+    at_once, tiles = facts.target.sms // tiling.sharing, max(1, -(-problem.kv_len // tiling.tile_n))
     rounds, asked = problem.batch * problem.kv_heads * tiles / at_once, problem.schedule.heads_together
-    if not first(ONE_HEAD, call, asked=asked, backwards=backwards, rounds=rounds):
+    if not first(ONE_HEAD, call, asked=asked, rounds=rounds):
         return tiling
     # a power of 2, as each is another kernel
     return dataclasses.replace(tiling, heads_together=1, heads_at_last=1 << max(0, round(math.log2(at_once / tiles))))
