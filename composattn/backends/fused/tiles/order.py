@@ -28,9 +28,9 @@ Intervals = tuple[TileInterval, ...] | None  # of keys that tiles visit; None: l
 
 @dataclasses.dataclass(frozen=True)
 class OrderFormula:
-    """The order of a kernel that is given no table. `in_order`: it is that of the tiles.
+    """The order of a kernel that is given no table: longest first, where `is_longest_first` says so of visits.
 
-    `of_sequences`: that of packed ones, and of segments, where nothing is asked for.
+    `in_order`: it is that of the tiles. `of_sequences`: that of packed ones, and of segments, where none is asked for.
     """
 
     is_longest_first: Callable[[Problem, tuple[TileInterval, ...], int, int], bool | None]
@@ -40,13 +40,16 @@ class OrderFormula:
 
 
 LAST_QUERIES_FIRST = OrderFormula(
-    ascends, "the last query tile of a head first, as none visits less than those before it", False, "longest_first"
+    ascends,
+    "longest first: the last query tile of a head first, as none visits less than those before it",
+    False,
+    "longest_first",
 )
 # what tiles of keys read and add to is eight times what a query tile reads: a document of eight heads is 8 MB of 1k
 # tokens. Eight documents gain 1 to 14 % by sequences
 FIRST_KEYS_FIRST = OrderFormula(
     descends,
-    "the first keys first, as none are seen by fewer queries than those behind them",
+    "longest first: the first keys first, as none are seen by fewer queries than those behind them",
     True,
     "longest_sequences_first",
 )
@@ -74,48 +77,43 @@ def order_of(
     formula: OrderFormula, problem: Problem, intervals: Intervals, tile_m: int, tile_n: int, heads: int, at_once: int
 ) -> Ordered:
     """The order of the tiles of `tile_m` queries of `heads` for each batch entry, of which so many run `at_once`."""
-    packed = problem.layout.q == "packed"
-    wanted = problem.schedule.order
-    order: TableOrder = (formula.of_sequences if packed else "longest_first") if wanted == "auto" else wanted
-    words = order.replace("_", " ")
-    if order == "in_order" and formula.in_order and not packed:
-        return words, None
-    if packed:
-        why = "sequences differ in length"
-    elif intervals is None:
-        why = "lists say what each visits"
-    else:
-        sorted_so = formula.is_longest_first(problem, intervals, tile_m, tile_n)
-        if order == "longest_first" and sorted_so:
-            return f"{words}: {formula.words}", None
-        why = "the mask reads what it leaves" if sorted_so is None else "the mask leaves later query tiles less"
-    if wanted == "auto" and entries(problem, tile_m) * heads <= at_once:
-        return "in order, as all tiles run at once", work_tables(problem, intervals, tile_m, tile_n, "in_order")
-    made = f"{words}: by a table on the device, as {why if wanted == 'auto' else 'asked for'}"
-    return made, work_tables(problem, intervals, tile_m, tile_n, order)
+    packed, wanted = problem.layout.q == "packed", problem.schedule.order
+    if formula.in_order and wanted == "in_order" and not packed:
+        return "in order", None
+    by_formula = wanted in ("auto", "longest_first") and intervals is not None and not packed
+    if by_formula and formula.is_longest_first(problem, intervals or (), tile_m, tile_n):
+        return formula.words, None
+    by_work: TableOrder = formula.of_sequences if packed else "longest_first"
+    order, words = _by_table(wanted, by_work, entries(problem, tile_m) * heads <= at_once)
+    return words, work_tables(problem, intervals, tile_m, tile_n, order)
 
 
 def order_in_segments(
-    problem: Problem, segments: Segments, tile: int, heads: int, at_once: int, of_keys: bool = False, groups: int = 0
+    problem: Problem, segments: Segments, tile: int, heads: int, at_once: int
 ) -> tuple[str, SegmentTables]:
-    """The order of tiles of so many queries, or keys (in `groups`), that begin with segments."""
-    wanted = problem.schedule.order
-    formula = FIRST_KEYS_FIRST if of_keys else LAST_QUERIES_FIRST
-    order: TableOrder = formula.of_sequences if wanted == "auto" else wanted
-    words = order.replace("_", " ")
-    if wanted == "auto" and problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once:
-        order, words = "in_order", "in order, as all tiles run at once"
-    made = f"{words}: by a table on the device, as tiles begin where the mask falls apart"
-    return made, segment_tables(problem, tile, order, segments, of_keys, groups)
+    """The order of tiles of so many queries that begin with segments."""
+    all_run = problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once
+    order, words = _by_table(problem.schedule.order, LAST_QUERIES_FIRST.of_sequences, all_run)
+    return words, segment_tables(problem, tile, order, segments, False)
 
 
 def order_of_keys_in_segments(
     problem: Problem, segments: Segments, tile: int, deterministic: bool, at_once: int, groups: int
 ) -> tuple[str, SegmentTables]:
     """`order_of_keys` for tiles that begin with segments, with metadata of `groups` of keys."""
-    if deterministic:
-        return LAST_KEYS_FIRST, segment_tables(problem, tile, "last_keys_first", segments, True, groups)
-    return order_in_segments(problem, segments, tile, problem.kv_heads, at_once, True, groups)
+    all_run = problem.batch * most_tiles(problem.q_len, tile) * problem.kv_heads <= at_once
+    by_sequence = _by_table(problem.schedule.order, FIRST_KEYS_FIRST.of_sequences, all_run)
+    order, words = ("last_keys_first", LAST_KEYS_FIRST) if deterministic else by_sequence
+    return words, segment_tables(problem, tile, order, segments, True, groups)
+
+
+def _by_table(wanted: str, by_work: TableOrder, all_run: bool) -> tuple[TableOrder, str]:
+    """The order that a table says, and in words: as asked for, or as tiles lie where `all_run` at once, or by work."""
+    if wanted != "auto":
+        return wanted, f"{wanted.replace('_', ' ')}: by a table on the device, as asked for"  # type: ignore[return-value]
+    if all_run:
+        return "in_order", "in order, as all tiles run at once"
+    return by_work, f"{by_work.replace('_', ' ')}: by a table on the device"
 
 
 # --- keys seen as queries ---------------------------------------------------------------------------------------
@@ -132,20 +130,21 @@ def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
 
 
 def queries_of_a_key(problem: Problem, program: Program) -> float:
-    """How many queries visit a tile of 128 keys, on average, with run-time numbers as they are now.
-
-    As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
-    """
-    mean = of_mean_length(problem)
-    visits = visits_now(mirror(mean), exchanged(program.of_keys[0]), 128, 1)
-    return float(mean.q_len if visits is None else visits.float().mean())
+    """How many queries visit a tile of 128 keys, on average, see `keys_of_a_query`."""
+    return _mean_visits(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]))
 
 
 def keys_of_a_query(problem: Problem, program: Program) -> float:
-    """How many keys a tile of 128 queries visits, on average, as of `queries_of_a_key`."""
-    mean = of_mean_length(problem)
-    visits = visits_now(mean, program.intervals, 128, 1)
-    return float(mean.kv_len if visits is None else visits.float().mean())
+    """How many keys a tile of 128 queries visits, on average, with run-time numbers as they are now.
+
+    As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
+    """
+    return _mean_visits(of_mean_length(problem), program.intervals)
+
+
+def _mean_visits(problem: Problem, intervals: tuple[TileInterval, ...]) -> float:
+    visits = visits_now(problem, intervals, 128, 1)
+    return float(problem.kv_len if visits is None else visits.float().mean())
 
 
 def of_mean_length(problem: Problem) -> Problem:
