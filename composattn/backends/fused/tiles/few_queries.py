@@ -119,15 +119,12 @@ class TimeOfComputing(Time):
 class TimeOfReading(Time):
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
-    Fitted to 205 calls of eight rows, each cut in all ways there are (two H200, D 64, 96 and 128, 16 to 512 tiles of
-    1,024 to 8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.6 % more than the best that
-    was timed, at most 11 (1 µs).
+    Fitted to calls of eight rows, each cut in all ways there are (H200, D 64, 96 and 128, 16 to 512 tiles of 1,024 to
+    8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): of 270 what it chooses takes 0.9 % more than the best that was
+    timed.
     """
 
     MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster
-    # Least of a round by which some SMs have one block more than others, of as many full ones: blocks that
-    # are far ahead take more than their share of what memory gives. Two stages share alike
-    SECOND = 0.7
     SHALLOW = 1.02  # of the time, where an SM has one block of two stages alone
     FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
     COMBINE, EACH_PART = 2.65, 0.035
@@ -142,11 +139,10 @@ class TimeOfReading(Time):
         super().__init__(problem, tiling, target)
         types = problem.types
         bytes_of_row = tiling.d * types.k.itemsize + tiling.dv * types.v.itemsize
-        bytes_of_tile = tiling.tile_n * bytes_of_row
-        # a tile of keys for each SM
-        rate = self.OF_RATE * target.memory_rate * 1e3
         read = problem.batch * problem.kv_heads * keys(problem) * bytes_of_row
-        self.tile = bytes_of_tile * target.sms / (rate * (self.OF_L2 if read <= self.KEPT else 1.0))
+        # a tile of keys for each SM
+        rate = self.OF_RATE * target.memory_rate * 1e3 * (self.OF_L2 if read <= self.KEPT else 1.0)
+        self.tile = tiling.tile_n * bytes_of_row * target.sms / rate
         # for one block with all of the memory's rate
         softmax = self.EIGHT_ROWS if tiling.most_rows < tiling.tile_m else self.ALL_ROWS
         self.alone = self.BEGIN + tiling.tile_n / 64 * (softmax + self.COLUMNS * (tiling.d + tiling.dv) / 64)
@@ -159,14 +155,12 @@ class TimeOfReading(Time):
 
     def _of_rounds(self, filled: float, rounds: int) -> float:
         """The time of one tile of keys of each block; `filled`: blocks per SM."""
-        blocks, deep = self.tiling.blocks, self.tiling.reads_far_ahead
+        blocks = self.tiling.blocks
         if filled > blocks:
             idle = rounds * blocks - filled
             return max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
-        least = self.SECOND * math.ceil(filled) if filled > 1 and deep else 0.0
-        to_few = 1 + self.TO_FEW * max(0.0, 1 - filled)
-        reading = max(filled * self.tile * to_few, least * self.tile, self.alone)
-        return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not deep else 1.0)
+        reading = max(filled * self.tile * (1 + self.TO_FEW * max(0.0, 1 - filled)), self.alone)
+        return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not self.tiling.reads_far_ahead else 1.0)
 
     def best(self) -> int:
         return self.least_of(self.tiles)
