@@ -88,7 +88,7 @@ class Leaves:
     first: Any = None  # first and last query row of the tile, for loop bounds
     last: Any = None
     d: Any = None  # the channel of V, for what values are multiplied by
-    metadata: Any = None  # of a tile of keys, `KeyTileMetadata`; for loop bounds alone a `KeyGroupMetadata`
+    metadata: Any = None  # of a tile of keys, `KeyTileMetadata`
 
 
 class Evaluator:

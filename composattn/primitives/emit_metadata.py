@@ -15,48 +15,26 @@ from cutlass import Boolean, Int32
 from ..graph.expr import Expr
 from .emit_ops import convert
 from .segment_entry import RUN, WIDE
-from .values import Fixed, larger, smaller
+from .values import Fixed
 
 
 @dataclasses.dataclass
 class KeyTileMetadata(Fixed):
-    """An entry of the table, for keys in so many `groups`."""
+    """An entry of the table; `reads`: what it says of each key."""
 
     entry: cute.Tensor
-    groups: int
     reads: tuple[Expr, ...]
 
     @property
     def queries(self) -> tuple[Any, Any, Any, Any]:
         """(begin, end, full_begin, full_end) of the queries that the tile visits, as of a `TileInterval`."""
-        begin, end, full_begin, full_end = self.of_group(0).queries
-        for group in range(1, self.groups):
-            other = self.of_group(group).queries
-            begin, end = smaller(begin, other[0]), larger(end, other[1])
-            full_begin, full_end = larger(full_begin, other[2]), smaller(full_end, other[3])
+        begin, end, full_begin, full_end = (Int32(self.entry[WIDE + n]) for n in range(RUN))
         return begin, end, full_begin, full_end
-
-    def of_group(self, group: Any) -> KeyGroupMetadata:
-        return KeyGroupMetadata(self.entry, WIDE + RUN * group)
 
     def agreed(self) -> AgreedReads:
-        at = WIDE + RUN * self.groups
+        at = WIDE + RUN
         said = {read: convert(self.entry[at + 1 + n], read.dtype) for n, read in enumerate(self.reads)}
         return AgreedReads(self.entry[at] != 0, said)
-
-
-@dataclasses.dataclass
-class KeyGroupMetadata(Fixed):
-    """What one group of keys visits, from number `first` of the entry on."""
-
-    entry: cute.Tensor
-    first: Any
-
-    @property
-    def queries(self) -> tuple[Any, Any, Any, Any]:
-        """(begin, end, full_begin, full_end) of the queries that the group visits, as of a `TileInterval`."""
-        begin, end, full_begin, full_end = (Int32(self.entry[self.first + n]) for n in range(RUN))
-        return begin, end, full_begin, full_end
 
 
 @dataclasses.dataclass
@@ -67,4 +45,4 @@ class AgreedReads(Fixed):
     said: dict[Expr, Any]
 
 
-__all__ = ["AgreedReads", "KeyGroupMetadata", "KeyTileMetadata"]
+__all__ = ["AgreedReads", "KeyTileMetadata"]

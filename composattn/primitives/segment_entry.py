@@ -4,6 +4,6 @@ WIDE = 6  # sequence, number in the segment, its first row, the one behind its l
 RUN = 4  # first query seen, the one behind the last; first that all keys see, the one behind the last of these
 
 
-def metadata_numbers(groups: int, reads: int) -> int:
-    """Behind these, of a tile of keys: a run for each group, whether all agree, what each of the `reads` says then."""
-    return RUN * groups + 1 + reads
+def metadata_numbers(reads: int) -> int:
+    """Behind these, of a tile of keys: a run, whether all agree, what each of the `reads` says then."""
+    return RUN + 1 + reads

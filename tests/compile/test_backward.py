@@ -114,14 +114,13 @@ def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
     if made.mnemonics:
         t = plan.tiling
         # a tile later dK stands in a branch with dQ and in one without, and the last dQ comes behind the loop
-        # a third one where a warpgroup passes by a tile
-        dk, dq = 1 + t.dq_later, 1 + t.dq_later + t.passing
+        dk = dq = 1 + t.dq_later
         products = t.d // 16 + t.dv // 16 + (1 + dk) * (t.tile_m // 16) + dq * (t.tile_n // 16)
         assert made.mnemonics["HGMMA"] == products
         assert made.spills is not None and made.spills <= around
         assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
         # an arrive a product and at most seven waits; a compiler that gives up overlapping waits after each
-        assert made.mnemonics["WARPGROUP"] <= (14 + 2 * t.passing)
+        assert made.mnemonics["WARPGROUP"] <= 14
         additions = (not t.dq_in_bulk) * dq * t.tile_m * t.d // (4 * 128 * t.warpgroups)
         assert made.mnemonics["REDG"] == additions + t.clears  # who clears dQ says so
 
@@ -172,25 +171,6 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, length: int, queries
         assert made.mnemonics["UBLKCP"] == (t.claimed_parts > 0) != t.clears
         assert loop["STS"] == queries * d // 2 // (4 * 128)  # 16 bytes each
         assert loop["BAR"] == loop["NANOSLEEP"] == 0
-
-
-@pytest.mark.parametrize(
-    ("mods", "length", "passing", "in_order"),
-    [
-        ("plain-full", 1024, False, False),
-        ("plain-causal", 1024, True, False),
-        ("plain-causal", 8192, False, False),
-        ("alibi-causal", 1024, False, False),
-        ("causal-documents", LENGTH, True, True),
-        ("documents-by-offsets", LENGTH, True, True),
-    ],
-)
-def test_a_warpgroup_passes_by_tiles_where_many_see_one_half_of_the_keys(
-    mods: str, length: int, passing: bool, in_order: bool
-) -> None:
-    """Causal calls in a fixed order are the exception: they have tiles of 80 queries."""
-    assert plans(mods, 128, length=length).main.tiling.passing is passing
-    assert plans(mods, 128, length=length, deterministic=True).main.tiling.passing is in_order
 
 
 def events(code: Iterable[SassInstruction]) -> list[str]:
@@ -363,7 +343,7 @@ def test_products_overlap_whatever_a_mask_reads(mask: str, deterministic: bool, 
     if made.mnemonics:
         loops = max(1, len(plan.intervals))  # by lists: one
         assert made.spills <= 12 and not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
-        assert made.mnemonics["WARPGROUP"] <= (14 + 2 * plan.tiling.passing) * loops
+        assert made.mnemonics["WARPGROUP"] <= 14 * loops
 
 
 # each in one of both orders by default
@@ -380,7 +360,7 @@ def test_tiles_that_begin_with_documents_cost_no_registers_in_the_loop(
     assert plan.has_segments and made.spills <= (5 if whole else 0)
     if made.mnemonics:
         assert not any(loop["LDL"] + loop["STL"] for loop in loops_over_queries(made))
-        assert made.mnemonics["WARPGROUP"] <= (14 + 2 * plan.tiling.passing)
+        assert made.mnemonics["WARPGROUP"] <= 14
         assert all(loop["BAR"] == 0 for loop in loops_over_queries(made)) or deterministic
 
 

@@ -102,8 +102,8 @@ CASES = {
 SELDOM = {
     "plain-d128", "window-d128", "softcap-d128", "softcap-gqa2-d64", "two-offsets-d96", "last-cut-d128",
     "stay-d64", "stay-d96", "stay-in-order", "stay-cut", "stay-bulk",
-    "stay-bulk-cut", "passing-d128", "passing-offsets",
-    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64", "passing-bulk",
+    "stay-bulk-cut",
+    "causal-d64", "plain-ragged", "stay-bulk-gqa2-dv64",
     "clearing-blocks-that-leave",
 }  # fmt: skip
 # whoever runs ahead shows what no wait holds back; in the order of the program others find as much
@@ -138,7 +138,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "dq_begins": "before"}, {"persistent": False, "dq_begins": "before"}
-CLEARING, PASSING = {"dq_begins": "beside"}, {"passing": True}
+CLEARING = {"dq_begins": "beside"}
 BULK: dict[str, Any] = {"tile_m": 80, "persistent": False, "dq_leaves": "in bulk"}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -162,14 +162,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
         (3, 0, 2),
     ),
     "stay-bulk-cut": (("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), BULK | STAY, (6, 4, 2)),
-    "passing-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), PASSING, None),
-    "passing-window-gqa2": (("window", torch.float16, 4, 2, 250, 400, 128, 96, True, False), PASSING, None),
-    "passing-hidden": (("hidden", torch.bfloat16, 1, 1, 60, 250, 128, 128, True, False), PASSING, None),
-    "passing-documents": (("document", torch.bfloat16, 2, 1, 290, 290, 128, 128, True, False), PASSING, None),
-    "passing-offsets": (("causal-offsets", torch.bfloat16, 2, 1, 290, 290, 128, 128, True, False), PASSING, None),
-    "passing-two-offsets": (("two-offsets", torch.bfloat16, 1, 1, 290, 270, 128, 128, True, False), PASSING, None),
-    "passing-bulk": (("causal", torch.bfloat16, 2, 1, 300, 300, 128, 128, True, False), BULK | STAY | PASSING, None),
-    "passing-cut": (("causal", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False), PASSING, (6, 4, 2)),
     "clearing-d64": (("causal", torch.bfloat16, 4, 2, 300, 300, 64, 64, True, False), STAY | CLEARING, None),
     "clearing-bulk-cut": (
         ("plain", torch.bfloat16, 4, 2, 250, 270, 128, 128, False, False),

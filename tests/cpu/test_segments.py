@@ -195,7 +195,6 @@ def check_covered(of_call: Segments, n: int, tile: int) -> torch.Tensor:
     return table
 
 
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     "ids",
     [
@@ -204,26 +203,23 @@ def check_covered(of_call: Segments, n: int, tile: int) -> torch.Tensor:
     ],
     ids=["short", "two", "again", "one", "many", "anyhow", "by-sequence"],
 )  # fmt: skip
-def test_a_table_tells_which_queries_the_keys_of_a_tile_see(ids: torch.Tensor, groups: int) -> None:
+def test_a_table_tells_which_queries_the_keys_of_a_tile_see(ids: torch.Tensor) -> None:
     """It agrees with each pair, and has what tensors say of all keys of a tile, where they say the same."""
     mask = causal() & document(ids)
     of_call = found(mask)
     assert of_call is not None and len(of_call.reads) == 2
-    size = 128 // groups
-    for b, m, start, stop, _, _, *numbers in of_call.tiles_of_keys(128, groups).tensor.tolist():
+    for b, m, start, stop, _, _, *numbers in of_call.tiles_of_keys(128).tensor.tolist():
         if b < 0:
             continue
         q, kv = torch.arange(ROWS)[:, None], torch.arange(ROWS)
         of = ids if ids.ndim == 1 else ids[b]
         visible = (q >= kv) & (of[q] == of[kv])
         first = start + m * 128
-        for group in range(groups):
-            begin, end, full_begin, full_end = numbers[4 * group : 4 * group + 4]
-            keys = slice(min(first + group * size, stop), min(first + (group + 1) * size, stop))
-            seen = visible[:, keys].any(1).nonzero()
-            assert (begin, end) == (int(seen.min()), int(seen.max()) + 1) if len(seen) else begin >= end
-            assert len(seen) == 0 or bool(visible[max(full_begin, 0) : max(full_end, 0), keys].all())
-        agree, *said = numbers[4 * groups :]
+        begin, end, full_begin, full_end, agree, *said = numbers
+        keys = slice(first, min(first + 128, stop))
+        seen = visible[:, keys].any(1).nonzero()
+        assert (begin, end) == (int(seen.min()), int(seen.max()) + 1) if len(seen) else begin >= end
+        assert len(seen) == 0 or bool(visible[max(full_begin, 0) : max(full_end, 0), keys].all())
         if agree:
             key = torch.arange(first, min(first + 128, stop))
             assert torch.equal(visible[:, key], (q >= key) & (q >= said[0]) & (q < said[1]))
@@ -246,7 +242,7 @@ def test_in_a_fixed_order_the_tiles_of_a_segment_lie_in_a_row_the_last_one_first
     ids = torch.stack([documents(150, 300, 147), documents(300, 147, 150)])
     of_call = found(document(ids))
     assert of_call is not None
-    table = segment_tables(problem(), 128, "last_keys_first", of_call, True, 2)(NO_SEQUENCES)
+    table = segment_tables(problem(), 128, "last_keys_first", of_call, True)(NO_SEQUENCES)
     there = [tuple(row[:3]) for row in table.tolist() if row[0] >= 0]
     assert [m for _, m, _ in there] == [2, 1, 0, 2, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
     assert [(b, start) for b, m, start in there if m == 0] == [(1, 0), (0, 150), (1, 447), (0, 0), (1, 300), (0, 450)]
@@ -303,7 +299,7 @@ def test_sixteen_query_heads_are_at_a_document_in_a_fixed_order() -> None:
         of = dataclasses.replace(problem(8192), q_heads=heads, kv_heads=kv_heads)
         chosen = plan_backward(of, Program(None, bounded.expr), HOPPER, deterministic=True).main.tiling
         assert (chosen.heads_a_piece, chosen.heads_together) == (piece, together)
-        assert chosen.persistent and chosen.passing and chosen.tile_m == 64
+        assert chosen.persistent and chosen.tile_m == 64
         chosen = plan_backward(of, Program(None, full.expr), HOPPER, deterministic=True).main.tiling
         assert (chosen.heads_a_piece, chosen.heads_together, chosen.persistent) == (0, 16, False)
 
@@ -313,7 +309,7 @@ def test_plans_of_long_documents_say_so_and_their_kernels_are_others() -> None:
     program, long = Program(None, (causal() & document(ids)).expr), problem(8192)
     plan = plan_forward(long, program, HOPPER)
     assert plan.has_segments and "has_segments=True" in plan.key
-    assert "as tiles begin where the mask falls apart" in str(plan)
+    assert "tiles begin where the mask falls apart" in str(plan)
     full = plan_forward(long, Program(None, document(ids).expr), HOPPER)
     assert full.has_segments and full.tiling.persistent and full.tiling.tile_n == 128
     listed = Program(None, document(ids.roll(5)).expr)  # matching values lie apart: lists of tiles

@@ -1,17 +1,12 @@
 """The backward kernel for Hopper: a block keeps a tile of keys, its dK and dV in registers, and walks over queries."""
 
-import dataclasses
-import functools
-import operator
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
-from ...primitives.emit_tiles import BandQueries
 from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
 from ...primitives.values import narrow, narrowed, permuted
@@ -42,8 +37,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         dQ to memory (while dK runs)
 
     `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
-    the loop, and drift apart until one has its exponentials under the other's products. One that is `passing` does only
-    that of a query tile that sees none of its keys, and writes a dS of zeros.
+    the loop, and drift apart until one has its exponentials under the other's products.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -156,41 +150,7 @@ class KeyConsumer(KeyWarpgroup):
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
 
-    def begin_head(self, mods, head, leaves) -> None:
-        super().begin_head(mods, head, leaves)
-        self.own = None
-        if self.tiling.passing and (mods.mods.bounds or leaves.metadata is not None):  # else lists say what is visited
-            first = leaves.first + self.number * self.apart
-            metadata = None if leaves.metadata is None else leaves.metadata.of_group(self.number)
-            last = cutlass.min(first + (self.apart - 1), leaves.last)
-            own = dataclasses.replace(leaves, first=first, last=last, metadata=metadata)
-            self.own = BandQueries(mods, self.tiling.tile_m).of(own, None, self.work.queries)
-
-    def step(self, call, m, tested, *carried):
-        """One query tile, or what is left to do of one that sees none of the warpgroup's keys."""
-        if const_expr(self.own is None):
-            self.compute(call, m, tested, *carried)
-        else:
-            sees = functools.reduce(operator.or_, (run.visits(m) for run in self.own))
-            _compute_or_pass(sees, self, call, m, tested, *carried)
-
-    def pass_by(self, dq_slot, q_slot, do_slot, ds_slot, last):
-        """A query tile that sees no key of the warpgroup: dS is 0, and the part of dQ of the tile before is due."""
-        block = self.block
-        block.q_edge.wait(q_slot)
-        block.do_edge.wait(do_slot)
-        block.ds_edge.wait_empty(ds_slot)
-        tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)
-        tKrdS.fill(0.0)
-        self.put_ds(tKrdS, ds_slot)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        block.ds_edge.fill(ds_slot, self.lane)
-        _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
-        block.do_edge.release(do_slot, self.lane)
-        block.q_edge.release(q_slot, self.lane)
-
-    def compute(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
+    def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
         """One query tile: its part of dQ to memory, or that of the `last` one, its parts of dK and dV to registers."""
         block = self.block
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -384,25 +344,6 @@ class LastDq:
 
     def __new_from_mlir_values__(self, values):
         return LastDq(Int64(values[0]), Int32(values[1]))
-
-
-@cute.jit
-def _compute_or_pass(
-    sees: Boolean,
-    me: cutlass.Constexpr,
-    call: cutlass.Constexpr,
-    m: Int32,
-    tested: Boolean,
-    dq_slot: Slot,
-    q_slot: Slot,
-    do_slot: Slot,
-    ds_slot: Slot,
-    last: LastDq,
-):
-    if sees:
-        me.compute(call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last)
-    else:
-        me.pass_by(dq_slot, q_slot, do_slot, ds_slot, last)
 
 
 @cute.jit

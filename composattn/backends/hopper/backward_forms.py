@@ -10,7 +10,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.target import Target
-from ..fused.tiles.traits import bounds_queries, sums_by
+from ..fused.tiles.traits import sums_by
 from ..fused.tiles.written import Written
 from .backward_class import KEYS, BackwardClass
 from .backward_heads import BYTES, heads_of
@@ -45,7 +45,7 @@ class Facts:
 
     def of_tile(self, tile: Tile) -> dict[str, Any]:
         """What rows may say of a tile beside the call."""
-        return {"queries": tile.queries, "dq": tile.dq, "passes": tile.passes}
+        return {"queries": tile.queries, "dq": tile.dq}
 
 
 # --- 64 keys a warpgroup ------------------------------------------------------------------------------------------
@@ -70,7 +70,6 @@ def keys_apart(facts: Facts, form: BackwardForm) -> HopperBackwardTiling:
         heads_together=together,
         heads_a_piece=a_piece,
         distances=2 * 4096 if sums_by(program, Sums.DISTANCE) else 0,
-        passing=tile.passes and bounds_queries(program.mask),
         written=first(WRITTEN, call),
     )
     return _holding(facts, tile, _staying(facts, form, tiling))

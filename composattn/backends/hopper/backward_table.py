@@ -22,14 +22,12 @@ class Tile:
     one dK. exchange: two blocks have 64 keys each, and exchange dS. halves: two blocks share the columns of 64 keys.
 
     `dq`: leaves from registers, through shared memory "in bulk" (as in a fixed order always), or there by a "claim".
-    `passes`: a warpgroup passes by query tiles that see none of its keys.
     """
 
     name: str
     kind: Literal["keys apart", "shared keys", "exchange", "halves"]
     queries: int = 64
     dq: Literal["registers", "in bulk", "claim"] = "registers"
-    passes: bool = False
 
     def __str__(self) -> str:
         return self.name

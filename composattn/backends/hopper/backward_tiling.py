@@ -22,14 +22,13 @@ class HopperBackwardTiling(BackwardTiling):
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
     does not fit. `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so
     that no warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp
-    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `passing`, where it
-    leaves later: a warpgroup passes by query tiles that see none of its keys. `tries_first`: see `Edge`. `early`: what
-    has registers while products run. "LSE": the first rows of LSE are read under their scores. "P": where the
-    derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is multiplied by, and a
-    tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and behind them of K, wait in registers
-    for all query tiles, so that the tensor core reads only the others from shared memory. `distances`: numbers in
-    shared memory of their own through which sums of gradients by distance pass. `written`: how products are, see
-    `fused/tiles/written.py`.
+    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `tries_first`: see
+    `Edge`. `early`: what has registers while products run. "LSE": the first rows of LSE are read under their scores.
+    "P": where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is
+    multiplied by, and a tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and behind them of
+    K, wait in registers for all query tiles, so that the tensor core reads only the others from shared memory.
+    `distances`: numbers in shared memory of their own through which sums of gradients by distance pass. `written`: how
+    products are, see `fused/tiles/written.py`.
     """
 
     warpgroups: ClassVar[int] = 2
@@ -38,7 +37,6 @@ class HopperBackwardTiling(BackwardTiling):
 
     do_stages: int = 2
     dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
-    passing: bool = False
     tries_first: bool = False
     early: Literal["nothing", "LSE", "P"] = "P"
     resident: int = 0
@@ -106,10 +104,6 @@ class HopperBackwardTiling(BackwardTiling):
     def in_segments(self) -> bool:
         fits = self.kernel == "backward" and self.d == self.dv
         return fits and not (self.ends_backwards or self.claimed_parts)
-
-    @property
-    def key_groups(self) -> int:
-        return self.warpgroups if self.passing else 1
 
     @property
     def shared_keys(self) -> bool:

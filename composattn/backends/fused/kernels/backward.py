@@ -246,7 +246,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         if self.plan.metadata is not None:
             # a fixed order has the tiles of a segment in a row, the last one first
             entry = work.keys.segment.entry(before=0 if n is None else n - work.n)
-            metadata = KeyTileMetadata(entry, self.plan.metadata.groups, self.plan.metadata.reads)
+            metadata = KeyTileMetadata(entry, self.plan.metadata)
         read = call.scale, call.captured, call.scalars
         return Leaves(work.b, head, q_len, kv_len, *read, first=first, last=last, metadata=metadata)
 

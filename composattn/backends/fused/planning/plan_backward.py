@@ -33,13 +33,6 @@ COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which 
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
 
 
-class TileMetadata(NamedTuple):
-    """What a table says of tiles of keys, see `primitives.emit_metadata`: no kernel computes their bounds then."""
-
-    groups: int
-    reads: tuple[Expr, ...]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardPlan(TiledPlan[AnyTiling]):
     """The kernel that computes dK and dV, and sums dQ in fp32."""
@@ -54,7 +47,9 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     order: str = dataclasses.field(compare=False, metadata=FOR_PEOPLE)  # of the tiles, and why
     # of `Sequences`, mirrored for tiles of keys
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)
-    metadata: TileMetadata | None = dataclasses.field(repr=False)  # by the table, of tiles that begin with segments
+    # captured numbers that the table says of tiles that begin with segments, and their bounds, which no kernel computes
+    # then, see `primitives.emit_metadata`; None: it says nothing
+    metadata: tuple[Expr, ...] | None = dataclasses.field(repr=False)
     # None: no tile of keys is cut
     cut: Cut | None = dataclasses.field(compare=False, metadata={"why": "numbers of a call; `in_pieces` says whether"})
     in_pieces: bool  # several blocks share some tiles of keys
@@ -79,7 +74,7 @@ class BackwardPlan(TiledPlan[AnyTiling]):
 
     @property
     def metadata_numbers(self) -> int:
-        return 0 if self.metadata is None else metadata_numbers(self.metadata.groups, len(self.metadata.reads))
+        return 0 if self.metadata is None else metadata_numbers(len(self.metadata))
 
     def __str__(self) -> str:
         t, by_two = self.tiling, ", by two blocks" * (self.tiling.sharing == 2)
@@ -217,10 +212,8 @@ def backward_of(
         packed = problem.layout.q == "packed"
         rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
     else:
-        metadata, intervals, ends = TileMetadata(chosen.key_groups, segments.reads), (), ends_of((), limits)
-        order, keys = order_of_keys_in_segments(
-            problem, segments, chosen.tile_n, deterministic, at_once, chosen.key_groups
-        )
+        metadata, intervals, ends = segments.reads, (), ends_of((), limits)
+        order, keys = order_of_keys_in_segments(problem, segments, chosen.tile_n, deterministic, at_once)
         rows = segment_tables(problem, chosen.tile_m, "in_order", segments, of_keys=False)
     known = compiled_in(problem, target)
     of_rows: OfRows = {

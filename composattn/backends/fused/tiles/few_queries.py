@@ -120,8 +120,8 @@ class TimeOfReading(Time):
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
     Fitted to calls of eight rows, each cut in all ways there are (H200, D 64, 96 and 128, 16 to 512 tiles of 1,024 to
-    8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): of 270 what it chooses takes 0.9 % more than the best that was
-    timed.
+    8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.9 % more than the best of 270 that
+    were timed.
     """
 
     MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster

@@ -53,6 +53,7 @@ FIRST_KEYS_FIRST = OrderFormula(
     True,
     "longest_sequences_first",
 )
+IN_SEGMENTS = "; tiles begin where the mask falls apart"
 LAST_KEYS_FIRST = "from the last keys to the first, as are the parts of dQ added"
 
 
@@ -94,17 +95,18 @@ def order_in_segments(
     """The order of tiles of so many queries that begin with segments."""
     all_run = problem.batch * most_tiles(problem.q_len, tile) * heads <= at_once
     order, words = _by_table(problem.schedule.order, LAST_QUERIES_FIRST.of_sequences, all_run)
-    return words, segment_tables(problem, tile, order, segments, False)
+    return words + IN_SEGMENTS, segment_tables(problem, tile, order, segments, False)
 
 
 def order_of_keys_in_segments(
-    problem: Problem, segments: Segments, tile: int, deterministic: bool, at_once: int, groups: int
+    problem: Problem, segments: Segments, tile: int, deterministic: bool, at_once: int
 ) -> tuple[str, SegmentTables]:
-    """`order_of_keys` for tiles that begin with segments, with metadata of `groups` of keys."""
+    """`order_of_keys` for tiles that begin with segments."""
     all_run = problem.batch * most_tiles(problem.q_len, tile) * problem.kv_heads <= at_once
-    by_sequence = _by_table(problem.schedule.order, FIRST_KEYS_FIRST.of_sequences, all_run)
-    order, words = ("last_keys_first", LAST_KEYS_FIRST) if deterministic else by_sequence
-    return words, segment_tables(problem, tile, order, segments, True, groups)
+    order, words = _by_table(problem.schedule.order, FIRST_KEYS_FIRST.of_sequences, all_run)
+    if deterministic:
+        return LAST_KEYS_FIRST, segment_tables(problem, tile, "last_keys_first", segments, True)
+    return words + IN_SEGMENTS, segment_tables(problem, tile, order, segments, True)
 
 
 def _by_table(wanted: str, by_work: TableOrder, all_run: bool) -> tuple[TableOrder, str]:

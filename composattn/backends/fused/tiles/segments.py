@@ -57,11 +57,11 @@ class Segments:
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
         return derive(("tiles of segments", *shape), _TilesOf(*shape), self.layout)
 
-    def tiles_of_keys(self, tile: int, groups: int) -> Derived:
-        """`tiles` with metadata (`primitives.emit_metadata`) behind: int32 (entries, 6 + 4 * groups + 1 + reads)."""
+    def tiles_of_keys(self, tile: int) -> Derived:
+        """`tiles` with metadata (`primitives.emit_metadata`) behind: int32 (entries, 6 + 4 + 1 + reads)."""
         shape = _entries(self.length, self.batch), tile, self.batch * most_tiles(self.length, tile)
-        recipe = _TilesOfKeys(_TilesOf(*shape), groups, len(self.reads))
-        return derive(("tiles of keys of segments", *shape, groups, recipe.reads), recipe, self.layout)
+        recipe = _TilesOfKeys(_TilesOf(*shape), len(self.reads))
+        return derive(("tiles of keys of segments", *shape, recipe.reads), recipe, self.layout)
 
 
 def falls_apart(problem: Problem, program: Program) -> bool:
@@ -237,7 +237,6 @@ class _TilesOf:
 @dataclass(frozen=True, eq=False)
 class _TilesOfKeys:
     tiles: _TilesOf
-    groups: int
     reads: int
 
     def __call__(self, layout: torch.Tensor) -> torch.Tensor:
@@ -247,13 +246,12 @@ class _TilesOfKeys:
         key = first[:, None] + torch.arange(self.tiles.tile, device=layout.device)
         beyond = key - torch.minimum(first + self.tiles.tile, stop)[:, None]  # the last key of a tile is at -1
         there = of_keys[:, last[:, None] + (beyond + 1).clamp(max=0)].masked_fill(beyond >= 0, _NOBODY)
-        of_groups = there.unflatten(2, (self.groups, -1)).amin(3)
+        of_tile = there.amin(2)
         # as kernels' arithmetic with them stays within 32 bits
-        begin, behind, full_begin, full_end = of_groups[:4].clamp(-n, n).unbind()
-        queries = torch.stack([begin, -behind, -full_begin, full_end], 2).flatten(1)
-        of_tile = of_groups[4:].amin(2)
-        least, less_most = of_tile[1:].chunk(2)
-        agree = ((least == -less_most) & (least.int() == least)).all(0) & (of_tile[0] == 1)
+        begin, behind, full_begin, full_end = of_tile[:4].clamp(-n, n).unbind()
+        queries = torch.stack([begin, -behind, -full_begin, full_end], 1)
+        least, less_most = of_tile[5:].chunk(2)
+        agree = ((least == -less_most) & (least.int() == least)).all(0) & (of_tile[4] == 1)
         metadata = torch.cat([queries, agree[:, None], least.t()], 1).to(torch.int32)
         return torch.cat([tiles, metadata], 1)
 

@@ -240,11 +240,6 @@ class BackwardTiling(Tiling):
         return int(self.clears) + self.claimed_parts * tiles
 
     @property
-    def key_groups(self) -> int:
-        """Groups of a tile's keys that pass by query tiles each on its own."""
-        return 1
-
-    @property
     def block_keys(self) -> int:
         """Keys of a tile that one block has."""
         return self.tile_n // self.sharing

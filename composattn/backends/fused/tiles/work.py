@@ -255,16 +255,14 @@ class SegmentTables(WorkTables):
     """`WorkTables` of tiles that begin with segments: int32 (entries, 6), see `Segments.tiles`.
 
     The work of a tile is how many keys its last row sees, or of keys how many queries see the last one.
-    With `groups` of keys in a tile it has metadata of what they see, see `Segments.tiles_of_keys`.
+    Of keys it has metadata of what they see too, see `Segments.tiles_of_keys`.
     """
 
-    def __init__(
-        self, problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool, groups: int
-    ) -> None:
+    def __init__(self, problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool) -> None:
         super().__init__(problem, None, tile, tile, order)
         self.captures = segments.layout.sources
         self.segments, self.of_keys = segments, of_keys
-        self.tiles = segments.tiles_of_keys(tile, groups) if groups else segments.tiles(tile)
+        self.tiles = segments.tiles_of_keys(tile) if of_keys else segments.tiles(tile)
 
     def of_call(self, given: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
         """The table of a call that is given these for captured tensors.
@@ -312,14 +310,12 @@ def work_tables(
     return found
 
 
-def segment_tables(
-    problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool, groups: int = 0
-) -> SegmentTables:
+def segment_tables(problem: Problem, tile: int, order: TableOrder, segments: Segments, of_keys: bool) -> SegmentTables:
     """The `SegmentTables` of tiles of queries, or of keys, which layers of one mask share."""
-    key = (segments.layout, tile, order, of_keys, groups)
+    key = (segments.layout, tile, order, of_keys)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = SegmentTables(problem, tile, order, segments, of_keys, groups)
+        found = _forms[key] = SegmentTables(problem, tile, order, segments, of_keys)
     return found  # type: ignore[return-value]
 
 
