@@ -9,10 +9,12 @@ from typing import Any
 from unittest import mock
 
 from composattn.backends.blackwell import backward_choice
-from composattn.backends.blackwell.backward_choice import TABLE, Kind
+from composattn.backends.blackwell.backward_choice import KINDS, TABLE, Kind
 from composattn.backends.fused.planning.call_class import BEYOND, CallClass, MaskKind
 from composattn.backends.fused.planning.tables import first
 from composattn.dispatch import plan_cache
+
+NOTHING = dict.fromkeys(("by_head", "by_row", "by_column", "by_distance", "by_pair", "curved"), False)
 
 
 @contextlib.contextmanager
@@ -22,7 +24,7 @@ def sharing(blocks: int) -> Iterator[list[CallClass]]:
 
     def kind_of(call: CallClass, program: Any) -> Kind:
         long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND, length=BEYOND)
-        one, two = first(TABLE, long)
+        one, two = KINDS["one" if call.widest <= 128 else "wide"], first(TABLE, long, **NOTHING)
         if one is not two:
             asked.append(call)
         return one if blocks == 1 else two

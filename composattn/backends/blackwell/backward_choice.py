@@ -26,7 +26,7 @@ from .backward_tiling import (
     WidePairBackwardTiling,
 )
 from .roles import WARPGROUP, BackwardRoles
-from .tensor_memory import GROUPS, LANES, STRIP
+from .tensor_memory import GROUPS, STRIP
 from .tiling import FILE, ROWS
 
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
@@ -37,7 +37,7 @@ L2 = 64 << 20
 class Kind:
     """A kernel: `changes` of its tiles, of which the first that fits is taken, and `scores` of a thread in a row.
 
-    `unpaired`: gradients of captured tensors for whose sums it has no registers.
+    Rows have `least` columns, or more that are whole `steps`: narrower ones are padded.
     """
 
     tiling: type[BlackwellBackwardTiling]
@@ -45,7 +45,11 @@ class Kind:
     tile_n: int
     scores: int
     changes: tuple[dict[str, int], ...]
-    unpaired: tuple[Sums, ...] = ()
+    least: int = 128
+    steps: int = 64
+
+    def padded(self, columns: int) -> int:
+        return max(self.least, -(-columns // self.steps) * self.steps)
 
 
 SMALLER = tuple(
@@ -54,17 +58,14 @@ SMALLER = tuple(
 )
 IN_PARTS = tuple({"q_stages": 1, "do_stages": 1, "dq_part": part} for part in (32, 24, 16, 8))
 STREAMED = tuple({"q_stages": 2, "do_stages": 2, "dq_part": 16, "stages": stages} for stages in (4, 3))
-ONE = Kind(BlackwellBackwardTiling, ROWS, ROWS, ROWS // GROUPS, SMALLER)
-WIDE = Kind(WideBackwardTiling, ROWS, ROWS // 2, ROWS // 2 // GROUPS, SMALLER)
-PAIR = Kind(BlackwellPairBackwardTiling, ROWS, 2 * ROWS, ROWS // GROUPS, IN_PARTS, (Sums.ROW, Sums.PAIR))
-WIDE_PAIR = Kind(WidePairBackwardTiling, ROWS, 2 * ROWS, STRIP, IN_PARTS, (Sums.ROW, Sums.PAIR))
-# by head 30 spilled, by column 34
-QUERY_PAIR = Kind(
-    QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, STREAMED, (Sums.HEAD, Sums.ROW, Sums.COLUMN, Sums.PAIR)
-)
-KINDS = {"one": ONE, "wide": WIDE, "pair": PAIR, "wide pair": WIDE_PAIR, "query pair": QUERY_PAIR}
-# of one block, and of two
-TABLE: Table[tuple[Kind, Kind]] = table(FILE, "kinds", lambda said: (KINDS[said[0]], KINDS[said[1]]))
+KINDS = {
+    "one": Kind(BlackwellBackwardTiling, ROWS, ROWS, ROWS // GROUPS, SMALLER, least=32, steps=32),
+    "wide": Kind(WideBackwardTiling, ROWS, ROWS // 2, ROWS // 2 // GROUPS, SMALLER),
+    "pair": Kind(BlackwellPairBackwardTiling, ROWS, 2 * ROWS, ROWS // GROUPS, IN_PARTS),
+    "wide pair": Kind(WidePairBackwardTiling, ROWS, 2 * ROWS, STRIP, IN_PARTS),
+    "query pair": Kind(QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, STREAMED, least=256),
+}
+TABLE: Table[Kind] = table(FILE, "kinds", KINDS.__getitem__)
 
 
 class Registers(NamedTuple):
@@ -87,16 +88,15 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     """Tiles of the backward kernel: they fill shared and tensor memory."""
     call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
     kind = kind_of(call, program)
-    roles, columns, in_halves = _registers(kind, call, program)
-    d, dv = _dims(kind, call)
+    d, of_block = kind.padded(call.d), kind.padded(call.d) // kind.tiling.sharing
+    roles, columns, in_halves = first(REGISTERS, call, kernel=kind.tiling.kernel, **_facts(call, program))
     fixed: dict[str, Any] = {
-        "kernel": kind.tiling.kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": dv, "l2": L2,
-        "dq_at_once": min(columns, d // kind.tiling.sharing), "roles": roles, "in_halves": in_halves,
+        "kernel": kind.tiling.kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(call.dv),
+        "l2": L2, "dq_at_once": min(columns, of_block), "roles": roles, "in_halves": in_halves,
         "distances": distances_of(kind.scores) if sums_by(program, Sums.DISTANCE) else 0,
         "heads_together": problem.schedule.heads_together,
     }  # fmt: skip
-    whole = (c for c in kind.changes if kind is QUERY_PAIR or d // kind.tiling.sharing % c["dq_part"] == 0)
-    tilings = (kind.tiling(**(fixed | changes)) for changes in whole)
+    tilings = (kind.tiling(**(fixed | changes)) for changes in kind.changes if of_block % changes["dq_part"] == 0)
     return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
 
 
@@ -108,31 +108,22 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
 
 def kind_of(call: CallClass, program: Program) -> Kind:
     """The kernel of one block for a tile of keys, or of two."""
-    one, two = first(TABLE, call)
-    return two if shares(two, program) else one
+    return first(TABLE, call, **_facts(call, program))
 
 
-def shares(kind: Kind, program: Program) -> bool:
-    """Whether registers do for it: by distance where the derivative sees the score two blocks spilled 44."""
-    along = sees_score(program) and sums_by(program, Sums.DISTANCE)
-    return not along and not any(sums_by(program, pattern) for pattern in kind.unpaired)
+def _facts(call: CallClass, program: Program) -> dict[str, bool]:
+    """What takes registers: gradients that are summed by some pattern, and others.
 
-
-def _registers(kind: Kind, call: CallClass, program: Program) -> Registers:
-    """`curved`: the derivative sees the score, so P and dS are computed at once."""
-    of_pairs = call.layout == "packed" and sums_by(program, Sums.PAIR)
-    return first(
-        REGISTERS, call, kernel=kind.tiling.kernel, fixed=call.order == "fixed", scored=program.score is not None,
-        reads=reads_pairs(program.score), curved=sees_score(program), by_row=sums_by(program, Sums.ROW) or of_pairs,
-    )  # fmt: skip
-
-
-def _dims(kind: Kind, call: CallClass) -> tuple[int, int]:
-    """Narrower rows than the tile's are padded."""
-    if kind is QUERY_PAIR:
-        return 256, 256
-    wide = call.widest > LANES
-    return (max(LANES, -(-call.d // 64) * 64), max(LANES, -(-call.dv // 64) * 64)) if wide else (call.d, call.dv)
+    `curved`: the derivative sees the score, so P and dS are computed at once.
+    """
+    facts = {f"by_{pattern.name.lower()}": sums_by(program, pattern) for pattern in Sums}
+    scored, fixed = program.score is not None, call.order == "fixed"
+    return facts | {
+        "scored": scored,
+        "reads": reads_pairs(program.score),
+        "curved": sees_score(program),
+        "fixed": fixed,
+    }
 
 
 def distances_of(count: int) -> int:

@@ -6,11 +6,11 @@ and who has a call knows which row is its. `explain()` prints it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
-import math
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from ....analysis.program import Program
 from ....call.problem import Problem
@@ -36,13 +36,14 @@ from ..tiles.work import captured_decide
 
 Direction = Literal["forward", "backward"]
 Order = Literal["any", "fixed", "batch-invariant"]  # of sums: "fixed" is a deterministic gradient's
+Kind = TypeVar("Kind")
 LayoutKind = Literal["dense", "packed", "paged", "mixed"]
 
 # Rows see, and sequences have, up to so many keys; ways to cut calls cross at some of them. A tile of 128 queries of a
 # causal call visits 64 keys more than half of them in the mean: one of 1k is in the class up to 576, 2k in that up to
 # 1,152, 3k in that up to 1,600
-BANDS = (128, 256, 512, 576, 768, 1152, 1600, 2304, 4224, 8448, 16384)
 BEYOND = 1 << 31
+BANDS = (128, 256, 512, 576, 768, 1152, 1600, 2304, 4224, 8448, 16384, BEYOND)
 
 
 class ModsKind(enum.Enum):
@@ -197,20 +198,25 @@ def _of_backward(problem: Problem, program: Program, target: Target, rows: int, 
 
 def band(count: float) -> int:
     """The upper end of the band that it is in."""
-    return next((most for most in BANDS if count <= most), BEYOND)
+    return BANDS[bisect.bisect_left(BANDS, count)]
 
 
 def mods_of(program: Program) -> ModsKind:
-    return next(kind for kind, is_so in MODS if is_so(program))
+    return _first(MODS, program)
 
 
 def mask_of(problem: Problem, program: Program) -> MaskKind:
-    return next(kind for kind, is_so in MASKS if is_so(problem, program))
+    return _first(MASKS, problem, program)
 
 
 def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
     """Which queries see a key: documents with which tiles of keys begin, lists of what they visit, or bounds."""
-    return next(kind for kind, is_so in MASKS_OF_KEYS if is_so(problem, program))
+    return _first(MASKS_OF_KEYS, problem, program)
+
+
+def _first(kinds: tuple[tuple[Kind, Callable[..., bool]], ...], *call: Any) -> Kind:
+    """The first that a call is of."""
+    return next(kind for kind, is_so in kinds if is_so(*call))
 
 
 # the first that is true of a call
@@ -246,7 +252,7 @@ MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] =
     (MaskKind.ENDS, end_together),
     (MaskKind.BOUNDS, lambda problem, program: True),
 )
-ROUNDS = (1, Rounds.AT_ONCE), (1.5, Rounds.ROUND_AND_A_HALF), (4, Rounds.FEW_ROUNDS), (math.inf, Rounds.ROUNDS)  # up to
+UP_TO, ROUNDS = (1, 1.5, 4), (Rounds.AT_ONCE, Rounds.ROUND_AND_A_HALF, Rounds.FEW_ROUNDS, Rounds.ROUNDS)
 
 
 def _layout(problem: Problem) -> LayoutKind:
@@ -257,7 +263,7 @@ def _layout(problem: Problem) -> LayoutKind:
 
 
 def _rounds(tiles: int, target: Target) -> Rounds:
-    return next(rounds for most, rounds in ROUNDS if tiles <= most * target.sms)
+    return ROUNDS[bisect.bisect_left(UP_TO, tiles / target.sms)]
 
 
 def _pairs(problem: Problem, rows: int, columns: int) -> int:
@@ -266,4 +272,4 @@ def _pairs(problem: Problem, rows: int, columns: int) -> int:
 
 
 def _words(end: int) -> str:
-    return f"more than {BANDS[-1]:,}" if end == BEYOND else f"up to {end:,}"
+    return f"more than {BANDS[-2]:,}" if end == BEYOND else f"up to {end:,}"
