@@ -27,21 +27,26 @@ def agrees(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return False
     by: list[int | None] = [n for n, a in enumerate(given) if is_number(a) and not is_integer(a)] or [None]
 
-    def applied(one: int | None, other: float) -> Callable[..., Any]:
-        def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            values = [of(a, score if n == one else other, q) for n, a in enumerate(given)]
-            made = function.apply(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-            parts = made if isinstance(made, tuple) else (made,)
-            return sum(part * (1.0 + 0.3 * n) for n, part in enumerate(parts) if part is not None)
-
-        return mod
+    def applied(values: Sequence[Any]) -> Any:
+        return function.apply(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
     try:
         for one, other in itertools.product(by, _OTHERS):
-            trace_score(applied(one, other))
+            trace_score(_mod(applied, given, one, other))
     except Exception:  # whatever a forward raises
         return False
     return True
+
+
+def _mod(applied: Callable[[Sequence[Any]], Any], given: Sequence[Any], one: int | None, other: float) -> Any:
+    """A score mod that sums what is `applied`, with the score for argument `one` and `other` for other numbers."""
+
+    def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        made = applied([of(a, score if n == one else other, q) for n, a in enumerate(given)])
+        parts = made if isinstance(made, tuple) else (made,)
+        return sum(part * (1.0 + 0.3 * n) for n, part in enumerate(parts) if part is not None)
+
+    return mod
 
 
 def is_number(argument: Any) -> bool:

@@ -50,17 +50,20 @@ class Ranks:
         All of them are one group of sends and receives, each from where it lies to where it belongs, with no copy
         between unless a tensor sent is not contiguous.
         """
-        group, steps = self.group, []
+        steps: list[dist.P2POp] = []
         sent = [[t.contiguous() for t in each] for each in sends]
         for mine, own in zip(into[self.rank], sent[self.rank], strict=True):
             mine.copy_(own)
         for rank in (r for r in range(self.size) if r != self.rank):
-            other = dist.get_global_rank(group, rank)
-            steps += [dist.P2POp(dist.isend, t, other, group) for t in sent[rank] if t.numel()]
-            steps += [dist.P2POp(dist.irecv, t, other, group) for t in into[rank] if t.numel()]
+            steps += self._steps(dist.isend, sent[rank], rank) + self._steps(dist.irecv, into[rank], rank)
             self.moved_bytes += sum(t.numel() * t.element_size() for t in into[rank])
         works = self.named(lambda: dist.batch_isend_irecv(steps)) if steps else []
         return PendingRows(self, works, [t for each in sent for t in each])
+
+    def _steps(self, way: Any, tensors: Sequence[torch.Tensor], rank: int) -> list[dist.P2POp]:
+        """Each of these to a rank, or from it."""
+        other = dist.get_global_rank(self.group, rank)
+        return [dist.P2POp(way, t, other, self.group) for t in tensors if t.numel()]
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, PendingRows]:
         """Memory for `rows` of every rank, one after the other."""

@@ -144,8 +144,8 @@ class OffsetMods:
         the call has some of the heads only.
         """
         length = SEQ_LEN.expr
-        q = apply("add", _Q, FIRST_Q.expr) if runs else read(Capture(_AT_Q), [_Q])
-        kv = apply("add", _KV, FIRST_KV.expr) if runs else read(Capture(_AT_KV), [_KV])
+        in_runs = apply("add", _Q, FIRST_Q.expr), apply("add", _KV, FIRST_KV.expr)
+        q, kv = in_runs if runs else (read(Capture(_AT_Q), [_Q]), read(Capture(_AT_KV), [_KV]))
         at = {_Q: q, _KV: kv, index("q_len"): length, index("kv_len"): length}
         if heads:
             at[_H] = apply("add", _H, FIRST_HEAD.expr)

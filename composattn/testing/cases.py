@@ -338,6 +338,18 @@ def _bias(site: Site) -> Score:
     return mods.bias(site.table(*shared[site.choices.integer(0, 2) :]))
 
 
+CURVES: dict[str, Callable[..., Any]] = {
+    "|score|": lambda score, b, h, q, kv: torch.abs(score),
+    "relu(score)": lambda score, b, h, q, kv: torch.relu(score),
+    "score clamped": lambda score, b, h, q, kv: score.clamp(-2.5, 3.5),
+    "score * sigmoid(score)": lambda score, b, h, q, kv: score * torch.sigmoid(score),
+    "log1p(exp(-|score|))": lambda score, b, h, q, kv: torch.log1p(torch.exp(-torch.abs(score))),
+    "erf(score)": lambda score, b, h, q, kv: 4 * torch.erf(score / 2),
+    "sin(score) + score": lambda score, b, h, q, kv: torch.sin(score) + score,
+    "score / sqrt(1 + score²)": lambda score, b, h, q, kv: score * torch.rsqrt(1 + score**2) * 3,
+}
+
+
 def _plain_score(site: Site) -> Score:
     """A user's function: one change of the score, by a number that depends on positions and captured tensors."""
     label, amount = site.choices.choice(AMOUNTS)(site)
@@ -354,14 +366,7 @@ def _plain_score(site: Site) -> Score:
         f"where(h even, score + {label}, score)": lambda score, b, h, q, kv: torch.where(
             h % 2 == 0, score + amount(b, h, q, kv), score
         ),
-        "|score|": lambda score, b, h, q, kv: torch.abs(score),
-        "relu(score)": lambda score, b, h, q, kv: torch.relu(score),
-        "score clamped": lambda score, b, h, q, kv: score.clamp(-2.5, 3.5),
-        "score * sigmoid(score)": lambda score, b, h, q, kv: score * torch.sigmoid(score),
-        "log1p(exp(-|score|))": lambda score, b, h, q, kv: torch.log1p(torch.exp(-torch.abs(score))),
-        "erf(score)": lambda score, b, h, q, kv: 4 * torch.erf(score / 2),
-        "sin(score) + score": lambda score, b, h, q, kv: torch.sin(score) + score,
-        "score / sqrt(1 + score²)": lambda score, b, h, q, kv: score * torch.rsqrt(1 + score**2) * 3,
+        **CURVES,
     }
     name = site.choices.choice(list(changes))
     return Score.of(changes[name], name)
