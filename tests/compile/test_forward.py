@@ -23,7 +23,6 @@ from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.maxima import ALONE, BY_SUMS, BY_SUMS_WIDE, BY_SUMS_WIDEST
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
@@ -31,8 +30,13 @@ from composattn.call.schedule import AUTO, Schedule
 from composattn.mods import causal, document, sliding_window
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from composattn.primitives.rescale_threshold import ALWAYS_RESCALE
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
 from tests.support import sampled
+
+ALONE = RescaleThreshold(3.0)
+BY_SUMS = RescaleThreshold(8.0, share=1 / 32)
+BY_SUMS_WIDE = RescaleThreshold(8.0, share=1 / 16, sums_read="doubled")
+BY_SUMS_WIDEST = RescaleThreshold(8.0, share=1 / 16)
 
 LONG, SHORT = 16384, 512  # calls whose queries see few keys are cut into small tiles
 WINDOW = 512

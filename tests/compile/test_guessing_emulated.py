@@ -18,14 +18,16 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.maxima import BY_SUMS, BY_SUMS_WIDE
 from composattn.backends.hopper.tiling import GUESSING, RowSteps
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
 from composattn.mods.masks import causal
-from composattn.primitives.rescale_threshold import ALWAYS_RESCALE
+from composattn.primitives.rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
 from composattn.testing.tolerance import Case, check
+
+BY_SUMS = RescaleThreshold(8.0, share=1 / 32)
+BY_SUMS_WIDE = RescaleThreshold(8.0, share=1 / 16, sums_read="doubled")
 
 # In tiles of 32, of which the kernel goes over the last one first: it guesses from the third one on, and again 9 tiles
 # behind the first failure

@@ -17,9 +17,10 @@ from benchmarks.tile_model import Counted, long_cases
 from benchmarks.tilings import changes_of
 from composattn.backends.fused.compiling.inspect import machine_code
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.maxima import BY_SUMS
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.rescale_threshold import RescaleThreshold
+
+BY_SUMS = RescaleThreshold(8.0, share=1 / 32)
 
 CASES = {case.name: case for case in long_cases("forward")}
 

@@ -17,7 +17,7 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowForwardTiling, slots
+from ..fused.tiles.tiling import RowForwardTiling, slots, whole_pages
 from ..fused.tiles.traits import padded, queries, reads_pairs
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
@@ -88,10 +88,10 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     heads = packed_heads(problem, program, ROWS)
     tiles = 1 if queries(problem) * slots(heads) <= ROWS or dv > 128 else 2
-    most = _most_keys(problem, program)
+    in_order, pairs = problem.schedule.batch_invariant, reads_pairs(program.score)
+    most = first(MOST_KEYS, problem, pairs=pairs, in_order=in_order, widest=max(d, dv))
     tile_n, k_stages, v_stages = _stages(most, target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv)
-    if problem.layout.kv == "paged" and tile_n == 96:
-        tile_n = 64  # whole pages, or a part of one
+    tile_n = whole_pages(tile_n) if problem.layout.kv == "paged" else tile_n
     return BlackwellTiling(
         tile_m=ROWS * tiles,
         tile_n=tile_n,
@@ -115,13 +115,6 @@ def _exponential(problem: Problem, program: Program, target: Target) -> Exponent
     doubled = target.exp2_per_clock > 16
     columns = first(BY_POLYNOMIAL, problem, mods=mods_of(program), width=width, doubled=doubled)
     return ExponentialUnits(columns, PERIOD, DEGREE[problem.dtype]) if columns else ExponentialUnits()
-
-
-def _most_keys(problem: Problem, program: Program) -> int:
-    """Scores of a row that leave registers for what the score mod reads, and of a row whose order is fixed."""
-    widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    in_order = problem.schedule.batch_invariant
-    return first(MOST_KEYS, problem, pairs=reads_pairs(program.score), in_order=in_order, widest=widest)
 
 
 def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:

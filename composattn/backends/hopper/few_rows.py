@@ -10,8 +10,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import key_tiles, slots
 from ..fused.tiles.traits import queries, reads_along_keys, weighs_keys
 from .forward_forms import Facts
-from .maxima import threshold_of
-from .tiling import FILE, ROWS, HopperTiling
+from .tiling import FILE, ROWS, HopperTiling, threshold_of
 
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
@@ -78,7 +77,7 @@ def _of_few_rows(facts: Facts, cut: Cut) -> HopperTiling:
         packed_heads=facts.heads,
         blocks=cut.blocks,
         scheduler=Scheduler.STREAM_K if cut.shared else stays,
-        threshold=threshold_of(problem),
+        threshold=threshold_of(problem, "forward"),
         stages=min(most, room // stage),
         eight_rows=eight,
         **of_bytes,

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...primitives.rescale_threshold import ALWAYS_RESCALE
 from ..fused.planning.call_class import CallClass
 from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.few_queries import sharing_heads
@@ -18,8 +17,7 @@ from ..fused.tiles.tiling import key_tiles, keys_by_memory, query_tiles, whole_p
 from ..fused.tiles.traits import bytes_at_pairs, has_opaque_test, keys, reads_any, reads_pairs, sees_at_most
 from .byte_tiling import ByteTiling
 from .forward_table import LESS, ForwardForm, Shape, shape_of, steps_of
-from .maxima import threshold_of
-from .tiling import FILE, GUESSING, ROWS, HopperTiling, registers_for
+from .tiling import FILE, ROWS, HopperTiling, registers_for, threshold_of
 
 RESIDENT: Table[int] = table(FILE, "resident", int)  # columns of Q in registers
 TOGETHER: Table[int | None] = table(FILE, "together", lambda said: said)  # key/value heads; None: as L2 holds
@@ -105,8 +103,7 @@ def tiling_of(facts: Facts, form: ForwardForm) -> HopperTiling:
         packed_heads=facts.heads,
         blocks=shape.blocks,
         scheduler=scheduler,
-        # where maxima are guessed, few tiles look for their own
-        threshold=ALWAYS_RESCALE if form.kernel == GUESSING else threshold_of(facts.problem),
+        threshold=threshold_of(facts.problem, form.kernel),
         stages=2,
         resident=first(RESIDENT, facts.call, warpgroups=shape.warpgroups, stays=stays),
         steps=steps_of(form, shape, facts.call),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
+from ...call.problem import Problem
+from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
+from ..fused.tiles.traits import keys
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
@@ -26,6 +30,15 @@ WAITS = {
     "first": "; waits for O behind the first exponential",
     "half": "; waits for O behind half of the exponentials",
 }
+
+
+THRESHOLDS: Table[RescaleThreshold] = table(FILE, "thresholds", lambda said: RescaleThreshold(**said))
+
+
+def threshold_of(problem: Problem, kernel: str) -> RescaleThreshold:
+    """How far maxima may lag. A warp notes sums of all its rows when one is rescaled: a row's bits depend on others."""
+    facts = {"keys": keys(problem), "in_order": problem.schedule.batch_invariant, "dv": problem.head_dim_v}
+    return first(THRESHOLDS, None, **facts, kernel=kernel)
 
 
 class Registers(NamedTuple):
@@ -89,8 +102,13 @@ class HopperTiling(ForwardTiling):
     eight_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.kernel == GUESSING and self.threshold.most:
+        if self.guesses and self.threshold.most:
             raise ValueError("rows that guess begin with their largest score so far: none may lag behind it")
+
+    @property
+    def guesses(self) -> bool:
+        """Whether probabilities are by the maximum before their tile, and a product sums them."""
+        return self.kernel == GUESSING
 
     @property
     def warpgroups(self) -> int:
@@ -120,7 +138,7 @@ class HopperTiling(ForwardTiling):
 
     @property
     def left_numbers(self) -> int:
-        columns = self.dv + (SUMS if self.kernel == GUESSING else 0)
+        columns = self.dv + SUMS * self.guesses
         rows = self.tile_m // 2 if self.eight_rows else self.tile_m  # of a thread's two rows one
         of_tile = rows * (columns + 4 * STATISTICS)  # each row is four lanes'
         # of the tile it begins in, and ends in
@@ -158,7 +176,7 @@ class HopperTiling(ForwardTiling):
     @property
     def ones(self) -> int:
         """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
-        return next(wide for wide in (64, 32, 16) if self.dv % wide == 0) if self.kernel == GUESSING else 0
+        return math.gcd(self.dv, 64) * self.guesses
 
     def shared_memory(self, element_bytes: int) -> int:
         return self._bytes(self.q_stages, element_bytes)
@@ -171,14 +189,11 @@ class HopperTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.steps.rescale_early else "after the product"
-        of_q = f", {self.q_stages} of Q" if self.q_stages > 1 else ""
-        eight = ", of which eight are queries" if self.eight_rows else ""
-        guess = "; of most tiles with no test, probabilities by the maximum before"
-        more = {GUESSING: guess}.get(self.kernel, "")
-        more += f"; {self.resident} columns of Q in registers" if self.resident else ""
+        more = "; of most tiles with no test, probabilities by the maximum before" * self.guesses
+        more += f"; {self.resident} columns of Q in registers" * (self.resident > 0)
         more += WAITS[self.steps.output_wait] + "; O from registers" * self.output_direct
         return {
-            "roles": f"1 copying warp, {self.stages} stages{of_q}; {self.warpgroups} warpgroups of {ROWS} rows{eight}; "
-            f"blocks on an SM: {self.blocks}",
+            "roles": f"1 copying warp, {self.stages} stages, {self.q_stages} of Q; {self.warpgroups} warpgroups of "
+            f"{ROWS} rows, of a tile's {self.most_rows} are queries; blocks on an SM: {self.blocks}",
             "overlap": f"{order}, rescale {rescale} {self.threshold}{more}",
         }

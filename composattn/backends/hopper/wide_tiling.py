@@ -13,8 +13,7 @@ from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.traits import reads_pairs
 from .byte_tiling import CONVERTERS, OF_BYTES
-from .maxima import BY_SUMS_WIDEST, threshold_of
-from .tiling import L2, ROWS, Registers, registers_for
+from .tiling import L2, ROWS, Registers, registers_for, threshold_of
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
@@ -113,7 +112,7 @@ def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTilin
         d=d,
         dv=dv,
         packed_heads=packed_heads(problem, program, ROWS),
-        threshold=threshold_of(problem, BY_SUMS_WIDEST),
+        threshold=threshold_of(problem, "forward_wide"),
         heads_together=problem.schedule.heads_together,
         scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
         **rings,

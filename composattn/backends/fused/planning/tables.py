@@ -94,10 +94,9 @@ def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T], where: str
 def _read(row: Mapping[str, Any], file: Any, made: Callable[[Any], T]) -> Row[T]:
     facts = dict(row)
     says, shared = facts.pop("says"), [file["patterns"][name] for name in facts.pop("of", "").split()]
-    known = {name: facts.pop(name) for name in ("why", "shapes", "gain") if name in facts}
-    results = {"results": file["results"]} if "shapes" in known else {}
+    why, shapes, gain = facts.pop("why", ""), facts.pop("shapes", 0), facts.pop("gain", math.nan)
     pattern = {name: _values(name, said) for part in (*shared, facts) for name, said in part.items()}
-    return Row(made(says), pattern, Evidence(**known, **results))
+    return Row(made(says), pattern, Evidence(why, shapes, gain, file.get("results", "")))
 
 
 def _values(name: str, said: Any) -> Container[Any]:

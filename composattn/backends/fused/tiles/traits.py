@@ -46,8 +46,7 @@ def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
 def bytes_at_pairs(graph: Expr | None) -> float:
     """Bytes read for each (q, kv) from where it lies; without end where some are read elsewhere, as at distances."""
     found = reads(graph, (Rate.ELEMENT,))
-    together = all(pattern_of(n) is Pattern.PAIR for n in found)
-    return sum(n.attr.tensor.element_size() for n in found) if together else math.inf
+    return sum(n.attr.tensor.element_size() if pattern_of(n) is Pattern.PAIR else math.inf for n in found)
 
 
 def reads_any(graph: Expr | None) -> bool:
