@@ -23,10 +23,9 @@ from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.hopper.backward_choice import backward_tiling
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
-from composattn.backends.hopper.backward_class import BackwardClass, backward_class
 from composattn.backends.hopper.backward_forms import Facts
 from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
-from composattn.backends.hopper.backward_table import BackwardForm, form_of
+from composattn.backends.hopper.backward_table import BackwardClass, BackwardForm, backward_class, form_of
 from composattn.backends.hopper.backward_table import serves as backward_serves
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
 from composattn.backends.hopper.forward_table import FORMS, TABLE, ForwardForm, serves

@@ -58,9 +58,14 @@ def form_of(direction: Direction, tables: dict[str, Table[Any]], call: CallClass
 
 @functools.cache
 def timed(direction: Direction, part: Part) -> list[Shape]:
-    """The shapes of a part of which what the tables give was timed; none where there is no such sweep."""
+    """The shapes of a part of which what the tables give was timed; none where there is no such sweep.
+
+    Forms that are gone are left out.
+    """
     path = RESULTS / f"h200-{direction}-{part}.json"
     took = of_forms(json.loads(path.read_text())["rows"], STEADY[direction]) if path.is_file() else {}
+    known = {str(form) for form in (forward_table.FORMS if direction == "forward" else backward_table.FORMS)}
+    took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
     class_of = class_of_case if direction == "forward" else backward_class_of_case
     shapes = [Shape(case.name, class_of(case), took[case.name]) for case in drawn(direction, part) if case.name in took]
     return [shape for shape in shapes if form_of(direction, TABLES[direction], shape.call) in shape.took]

@@ -15,10 +15,10 @@ from composattn.backends.fused.planning.tables import Row, matches
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_choice import backward_words
-from composattn.backends.hopper.backward_class import BackwardClass
 from composattn.backends.hopper.backward_table import (
     BLOCKS,
     TILES,
+    BackwardClass,
     form_of,
     rows_of,
     serves,

@@ -12,9 +12,8 @@ from ..fused.compiling import tuned
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
-from .backward_class import backward_class
 from .backward_forms import Facts, exchange, halves, keys_apart, shared_keys
-from .backward_table import FORMS, BackwardForm, form_of, rows_of, serves
+from .backward_table import FORMS, BackwardForm, backward_class, form_of, rows_of, serves
 from .backward_tiling import FILE, HopperBackwardTiling
 
 BACKWARDS: Table[bool] = table(FILE, "backwards", bool)  # whether the last section goes the other way

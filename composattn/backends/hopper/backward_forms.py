@@ -12,9 +12,8 @@ from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import sums_by
 from ..fused.tiles.written import Written
-from .backward_class import KEYS, BackwardClass
 from .backward_heads import BYTES, heads_of
-from .backward_table import LEAVE, STAY, BackwardForm, Tile
+from .backward_table import KEYS, LEAVE, STAY, BackwardClass, BackwardForm, Tile
 from .backward_tiling import FILE, ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 
 L2 = 16 << 20  # bytes of what the heads read and add to that run together

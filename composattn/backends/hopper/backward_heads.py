@@ -16,7 +16,7 @@ from ...call.problem import Problem
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.traits import padded
-from .backward_class import KEYS, BackwardClass
+from .backward_table import KEYS, BackwardClass
 from .backward_tiling import FILE
 
 L2 = 50 << 20  # bytes

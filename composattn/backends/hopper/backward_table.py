@@ -1,4 +1,4 @@
-"""Which form the Hopper backward of a call has: two tables of `backward.json`, with what was measured.
+"""What kind of call a Hopper backward is, and which form it has: tables of `backward.json`, with what was measured.
 
 `TILES` says what a tile is, `BLOCKS` whether a block stays for several. Of each the first row that a call's class
 matches is taken. To change a row: `python -m benchmarks.sweep`, see docs/design.md. Figures in "why" are of one H200.
@@ -9,9 +9,43 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from ..fused.planning.tables import Row, Table, file_of, matches, row_of, table
-from .backward_class import BackwardClass
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.planning.call_class import CallClass, class_of
+from ..fused.planning.tables import Row, Table, file_of, first, matches, row_of, table
+from ..fused.tiles.target import Target
 from .backward_tiling import FILE
+
+KEYS = 128  # of a tile
+PAIRS: Table[bool] = table(FILE, "pairs", bool)
+LARGEST: Table[int] = table(FILE, "largest", int)  # found by compiling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardClass(CallClass):
+    """Backward calls that are cut alike.
+
+    `group`: query heads of a key/value head. `ratio`: so many times as many queries as keys, of dense calls.
+    `pairs`: a tensor is read at each pair, or a test computes as much, of no wider V than K. `largest`: queries of the
+    largest tile for which registers are left; above D 128, where tiles have 64, keys.
+    """
+
+    group: int
+    ratio: int
+    pairs: bool
+    largest: int
+
+
+def backward_class(problem: Problem, program: Program, target: Target, deterministic: bool) -> BackwardClass:
+    """The class of a backward whose dQ is summed in any order, or in a fixed one."""
+    call = class_of(problem, program, target, "backward", rows=KEYS, deterministic=deterministic)
+    return BackwardClass(
+        **vars(call),
+        group=problem.group,
+        ratio=problem.q_len // max(1, problem.kv_len) if problem.layout.is_dense else 1,
+        pairs=call.d >= call.dv and first(PAIRS, call),
+        largest=first(LARGEST, call),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
