@@ -37,14 +37,7 @@ class DynamicScheduler(Fixed):
 
     def draw(self, lane: Int32) -> Int32:
         """The next number, in all lanes of the warp that announces."""
-        return self.drawn(self.ask(lane))
-
-    def ask(self, lane: Int32) -> Int32:
-        """Begins to draw: what comes back, after about 1 µs, is for `drawn`."""
-        return one_more(self.counter.iterator, lane == 0, None if self.tiles is None else self.tiles - 1)
-
-    def drawn(self, asked: Int32) -> Int32:
-        """The number that was asked for, in all lanes."""
+        asked = one_more(self.counter.iterator, lane == 0, None if self.tiles is None else self.tiles - 1)
         drawn = cute.arch.shuffle_sync(asked, 0)
         return drawn if self.draws_first else cute.arch.grid_dim()[0] + drawn
 

@@ -8,22 +8,21 @@ import enum
 class Scheduler(enum.Enum):
     """One tile a block, or persistent blocks: by a fixed stride, or by a counter from which the next number is drawn.
 
-    Drawn `EARLY`, before the copies of the tile before it start, or `LATE`, behind them: about 1 µs later, but the tile
-    goes to a block that is free sooner. Stream-K gives blocks keys of equal number, not tiles: of all tiles
-    (`primitives.equal_stream_k`), or of the last ones, which are no whole rounds (`primitives.stream_k`).
+    Drawn behind the copies of the tile before it: about 1 µs late, but the tile goes to a block that is free sooner.
+    Stream-K gives blocks keys of equal number, not tiles: of all tiles (`primitives.equal_stream_k`), or of the last
+    ones, which are no whole rounds (`primitives.stream_k`).
     """
 
     ONE_TILE = "one block per tile"
     STRIDE = "persistent"
     STREAM_K = "persistent, all keys shared alike"
-    EARLY = "persistent, the next tile drawn early"
     LATE = "persistent, the next tile drawn late"
     LATE_STREAM_K = "persistent, the next tile drawn late, the last two rounds shared alike"
 
     @property
     def draws(self) -> bool:
         """Whether there is a counter."""
-        return self in (Scheduler.EARLY, Scheduler.LATE, Scheduler.LATE_STREAM_K)
+        return self in (Scheduler.LATE, Scheduler.LATE_STREAM_K)
 
     @property
     def shares(self) -> bool:

@@ -12,7 +12,6 @@ from .....primitives.kv_source import partition
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
 from .....primitives.values import choose, narrow, smaller
-from ...tiles.scheduler import Scheduler
 from ..forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
 from .share_sums import MetSums, ShareSums
@@ -30,16 +29,12 @@ class RowLoad(Role):
 
     @cute.jit
     def draw_tiles(self, number, slots):
-        """Asks for a number before a tile's copies, or behind them."""
-        queue, lane, early = self.block.queue, cute.arch.lane_idx(), self.tiling.scheduler is Scheduler.EARLY
-        turn, asked = queue.edge.first, Int32(0)
+        """Asks for a number behind a tile's copies: a microsecond later, but it goes to a block that is free sooner."""
+        queue, lane = self.block.queue, cute.arch.lane_idx()
+        turn = queue.edge.first
         while number < self.call.tiles:
-            if const_expr(early):
-                asked = queue.ask(lane)
             slots = self.visit_all(number, slots)
-            if const_expr(not early):
-                asked = queue.ask(lane)
-            number = queue.drawn(asked)
+            number = queue.draw(lane)
             queue.announce(turn, number, lane)
             turn = turn.next()
 
