@@ -58,16 +58,15 @@ def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
             schedule.batch_invariant,
         )  # fmt: skip
     kinds = "".join([_kind(leaf) for leaf in leaves])
-    lines = [
-        *["-" if mod is None else mod.form for mod in mods],
-        f"({scale!r}, {backend!r}, {deterministic!r}, {schedule!r}, {kinds!r}{_names(out_dtype)})",
-    ]
+    # by repr(): in an f-string the Dynamo of torch 2.11 forgets `!r` under Python 3.13, and writes strings bare
+    asked = repr((scale, backend, deterministic, schedule, kinds, *_names(out_dtype)))
+    lines = [*["-" if mod is None else mod.form for mod in mods], asked]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return Serialized("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
 
 
-def _names(out_dtype: list[torch.dtype]) -> str:
-    return "".join([f", {str(dtype).removeprefix('torch.')!r}" for dtype in out_dtype])
+def _names(out_dtype: list[torch.dtype]) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in out_dtype]
 
 
 def _kind(leaf: Any) -> str:

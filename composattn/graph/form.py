@@ -336,7 +336,7 @@ _JOINED_LIMIT = 4096
 
 
 def _written(kind: str, *forms: str) -> str:
-    return f"({kind!r}, {', '.join(forms)},)"
+    return f"({repr(kind)}, {', '.join(forms)},)"  # noqa: RUF010 - by repr() for Dynamo, see `dispatch.serialized`
 
 
 def _plus(a: Expr, b: Expr) -> Expr:
