@@ -107,9 +107,9 @@ def main() -> int:
             if options.only not in pair:
                 continue
             print(f"=== Python and torch {pair}", flush=True)
-            kept[pair] = row(*pair.split(), Path(folder))
+            kept[pair] = {**row(*pair.split(), Path(folder)), "commit": output("git", "rev-parse", "HEAD")}
             print(kept[pair], flush=True)
-            result = {"tests": TESTS, "commit": output("git", "rev-parse", "HEAD"), "rows": kept}
+            result = {"tests": TESTS, "rows": kept}
             RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(said.get("failed") for said in kept.values()))
 
