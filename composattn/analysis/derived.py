@@ -164,12 +164,15 @@ class Anew:
         """The tensor of this call."""
         found = self.made.get(derived)
         if found is None:
-            sources = [
-                self.given.get(s, s.tensor) if not isinstance(s, Derived) else self.of(s) for s in derived.sources
-            ]
+            sources = [self._source(s) for s in derived.sources]
             with plain_tensors():
                 found = self.made[derived] = derived.recipe(*sources).contiguous()
         return found
+
+    def _source(self, source: Capture) -> torch.Tensor:
+        if isinstance(source, Derived):
+            return self.of(source)
+        return self.given[source] if source in self.given else source.tensor
 
 
 _anew: ContextVar[Anew | None] = ContextVar("anew", default=None)

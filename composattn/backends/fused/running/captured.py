@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ....analysis.derived import Derived, Upkeep, derives_anew, value_of
+from ....analysis.derived import Derived, Upkeep, behind, derived_anew, derives_anew, plain_tensors, value_of
 from ....analysis.program import Program
 from ....analysis.refreshed import distrusted, may_cache
+from ....analysis.rerun import Rerun
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.borrowed import Borrowed, BorrowedCapture, current
@@ -91,10 +93,75 @@ class Reads:
             return None
         return Standing(there[0].problem.device if there else self.derived[0].kept.device)
 
+    def one_run(self, tables: Sequence[WorkTables | None], counted: WorkTables | None) -> OneRun | None:
+        """What derives all of dense calls in one run, see there; None where there is nothing to, or numbers have a part."""
+        made = [t for t in tables if t is not None and t.hangs_on_tensors(self.lists is not None and t is counted)]
+        if self.program.scalars or not (made or self.upkeep.derived or self.lists is not None):
+            return None
+        return OneRun(self, tables, counted)
+
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """How many tiles each tile visits by the lists that a call reads, of which there are some."""
         assert self.lists is not None
         return found[self.captured.index(self.lists.captures[0])]
+
+
+def derives_for_itself() -> bool:
+    """Whether a call trusts nothing that was derived before, and no graph records it, which derives anew already."""
+    return distrusted() is not None and not derives_anew()
+
+
+class OneRun(threading.local):
+    """All that a dense call's kernels read that comes from captured tensors, derived by one run: on a GPU one graph.
+
+    For calls that trust nothing derived before, as those of compiled code: nobody asks what was written to, or where.
+    Each thread has its own: what the run gives lies in a graph's memory, to be read before the thread's next run.
+    """
+
+    def __init__(self, reads: Reads, tables: Sequence[WorkTables | None], counted: WorkTables | None) -> None:
+        """`counted`: the one of the work tables that reads how many tiles the lists leave."""
+        self._reads, self._tables, self._counted = reads, tables, counted
+        lists = reads.lists
+        self._derived = [c for c in reads.captured if c in reads.upkeep.derived]
+        self._made = [t for t in tables if t is not None and t.hangs_on_tensors(lists is not None and t is counted)]
+        given = [*reads.program.captures, *self._derived, *([] if lists is None else lists.sources)]
+        for table in self._made:
+            given += table.captures
+        self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
+        found = [*self._derived, *([] if lists is None else lists.captures)]
+        self._places = [found.index(c) if c in found else None for c in reads.captured]
+        self._run = Rerun(self._compute)
+
+    def __call__(
+        self, captured: Sequence[torch.Tensor], made: Mapping[Capture, torch.Tensor] | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+        """What the kernels read, in their order, and the work tables, of a call that gives these tensors.
+
+        made: what was made for it.
+        """
+        at_call = dict(zip(self._reads.program.captures, captured, strict=True))
+        with plain_tensors():
+            found = self._run([at_call[c] if c in at_call else c.tensor for c in self._sources], for_now=True)
+        if made:
+            at_call |= made
+        reads = []
+        for capture, place in zip(self._reads.captured, self._places, strict=True):
+            if place is not None:
+                reads.append(found[place])
+            else:  # of what is derived and not among them kernels read nothing
+                reads.append(at_call[capture] if capture in at_call else capture.kept)
+        own = iter(found[len(found) - len(self._made) :])
+        tables = [next(own) if t in self._made else None if t is None else t(NO_SEQUENCES) for t in self._tables]
+        return self._reads.given(reads), tuple(tables)
+
+    def _compute(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        at_call, lists = dict(zip(self._sources, inputs, strict=True)), self._reads.lists
+        with derived_anew(self._sources, inputs):
+            found = [c.tensor for c in self._derived]
+            listed = [] if lists is None else lists.of_call(at_call)
+            counts = listed[0] if listed else None
+            made = [t.of_call(at_call, NO_SEQUENCES, counts if t is self._counted else None) for t in self._made]
+        return [*found, *listed, *made]
 
 
 class Standing:

@@ -20,9 +20,8 @@ from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import Launchable, compile_plan
 from ..planning.arguments import CombineArguments, ForwardArguments
 from ..planning.plan import ForwardPlan
-from ..tiles.work import SegmentTables
 from .bulk import readable
-from .captured import Reads
+from .captured import Reads, derives_for_itself
 from .counter import counter_of
 from .dequantise import dequantised
 
@@ -42,6 +41,7 @@ class ForwardLauncher:
         self.counts, self.shares = plan.counts, plan.tiling.scheduler.shares
         self.reads_what_is_given = as_given and plan.work is None
         self.standing = self.reads.standing(plan.work) if self.is_dense else None
+        self.one_run = self.reads.one_run((plan.work,), plan.work) if self.is_dense else None
 
     @cached_property
     def kernel(self) -> Any:
@@ -193,6 +193,9 @@ class ForwardLauncher:
             with borrowed:
                 return self._read(q, captured, scalars, sequences, None)
         with derived_for_graph(self.reads.program.captures, captured):
+            if self.one_run is not None and derives_for_itself():
+                reads, (work,) = self.one_run(captured)
+                return reads, work
             reads = self.reads(captured, scalars, sequences)
             work = None if self.plan.work is None else self._work(q, captured, reads, sequences)
             if self.standing is not None and not derives_anew():
@@ -208,10 +211,9 @@ class ForwardLauncher:
     ) -> torch.Tensor:
         plan = self.plan
         assert plan.work is not None
-        if isinstance(plan.work, SegmentTables):
-            return plan.work.of_call(self.reads.at_call(captured))
         counts = None if self.reads.lists is None else self.reads.counts(reads)
-        return plan.work(sequences, counts, q.shape[0] if plan.layout.q == "packed" else None)
+        rows = q.shape[0] if plan.layout.q == "packed" else None
+        return plan.work.of_call(self.reads.at_call(captured), sequences, counts, rows)
 
 
 def tidied(*given: Any) -> ForwardArguments:

@@ -20,10 +20,9 @@ from ..planning.arguments import PiecesArguments
 from ..planning.plan_backward import COUNTER, BackwardPlans
 from ..rewrites.strips import KeyParts
 from ..tiles.segments import most_places
-from ..tiles.work import SegmentTables
 from .backward_kernels import BackwardTensors, Kernel, SinkGradient, Tables, launches
 from .bulk import copyable
-from .captured import Reads
+from .captured import Reads, derives_for_itself
 from .launch import memory_like
 from .scratch import Memory, Scratch, kept
 
@@ -77,6 +76,8 @@ class BackwardLauncher:
         self.reads_nothing = not (self.reads.captured or tables)
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
+        of_each = plans.preprocess.work, plans.main.work
+        self.one_run = self.reads.one_run(of_each, plans.main.work) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
         self.sizes: _WorkspaceSizes | None = None  # of the latest dense call
 
@@ -216,6 +217,8 @@ class BackwardLauncher:
     ) -> tuple[tuple[torch.Tensor, ...], Tables]:
         """What the mods read, and the tables."""
         with derived_for_graph(self.reads.program.captures, captured):
+            if self.one_run is not None and derives_for_itself():
+                return self.one_run(captured, made)
             reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
             tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
             if self.standing is not None and not derives_anew():
@@ -240,15 +243,13 @@ class BackwardLauncher:
     ) -> Tables:
         """Tables of the tiles of queries and of keys, where plans have them."""
         rows, main = self.plans.preprocess.work, self.plans.main
-        if isinstance(rows, SegmentTables) and isinstance(main.work, SegmentTables):
-            at_call = self.reads.at_call(captured)
-            return rows.of_call(at_call), main.work.of_call(at_call)
+        at_call = self.reads.at_call(captured)
         total = k.shape[0] if main.layout.kv == "packed" else None
         mirrored = sequences if self.is_dense else sequences.mirrored
         counts = None if self.reads.lists is None else self.reads.counts(reads)
         return (
-            None if rows is None else rows(sequences, None, q.shape[0]),
-            None if main.work is None else main.work(mirrored, counts, total),
+            None if rows is None else rows.of_call(at_call, sequences, None, q.shape[0]),
+            None if main.work is None else main.work.of_call(at_call, mirrored, counts, total),
         )
 
     def pieces(self, dk: torch.Tensor, table: torch.Tensor | None) -> PiecesArguments:

@@ -218,6 +218,20 @@ class WorkTables:
                 made.popitem(last=False)
         return table  # type: ignore[return-value]
 
+    def hangs_on_tensors(self, counted: bool) -> bool:
+        """Whether tables of dense calls are others where captured tensors hold others, `counted`: or lists do."""
+        return self.by_work and (counted or bool(self.captures))
+
+    def of_call(
+        self,
+        given: Mapping[Capture, torch.Tensor],
+        sequences: Sequences = NO_SEQUENCES,
+        counts: torch.Tensor | None = None,
+        rows: int | None = None,
+    ) -> torch.Tensor:
+        """The table of a call that is given these for captured tensors."""
+        return self(sequences, counts, rows)
+
     def _stream(self) -> int | None:
         return None if self._streams_on is None else stream_handle(self._streams_on)
 
@@ -264,7 +278,16 @@ class SegmentTables(WorkTables):
         self.segments, self.of_keys = segments, of_keys
         self.tiles = segments.tiles_of_keys(tile) if of_keys else segments.tiles(tile)
 
-    def of_call(self, given: Mapping[Capture, torch.Tensor]) -> torch.Tensor:
+    def hangs_on_tensors(self, counted: bool) -> bool:
+        return True
+
+    def of_call(
+        self,
+        given: Mapping[Capture, torch.Tensor],
+        sequences: Sequences = NO_SEQUENCES,
+        counts: torch.Tensor | None = None,
+        rows: int | None = None,
+    ) -> torch.Tensor:
         """The table of a call that is given these for captured tensors.
 
         Of copies that hold what captured tensors held before, as a backward may be given, there is one for each call.
