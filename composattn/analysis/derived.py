@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ..graph.borrowed import BorrowedCapture
+from ..graph.borrowed import BorrowedCapture, FormCapture
 from ..graph.expr import Capture
 from ..graph.foreign import is_fake, mode_of
 from . import refreshed, replayed
@@ -348,11 +348,11 @@ def stamp(source: Capture) -> Hashable:
     since = distrusted()
     if source.unwritten is not None and since is None:  # found out when it was borrowed
         return source.unwritten
-    if since is not None and source.stamped is not None and source.stamped[0] is since:
+    if isinstance(source, FormCapture) and source.stamped is not None and source.stamped[0] is since:
         return source.stamped[1]
     now = version(source.tensor)
     found = None if now is None else (now, source.epoch)
-    if not source.counted:
+    if isinstance(source, FormCapture):
         source.stamped = since, found
     return found
 

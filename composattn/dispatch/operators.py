@@ -42,14 +42,14 @@ from ..call.sequences import HINTS
 from ..call.strides import ordered
 from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies
-from ..graph.borrowed import Borrowed
 from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture
 from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_order
-from .plan_cache import planned_of
+from .operator_plans import OperatorPlan, plan_in_use
+from .plan_cache import made_plan
 from .planned import Planned, asked_of, refuse_gradient
 from .plans import Options
 from .serialized import Serialized, parse
@@ -103,7 +103,7 @@ class OperatorCall(NamedTuple):
     planned: Planned
     leaves: tuple[Capture, ...]
     around: AbstractContextManager[Any]
-    borrowed: Borrowed | None = None
+    plan: OperatorPlan | None = None  # if it is known by the form of the call alone
 
     def replaced(self, captured: Sequence[torch.Tensor]) -> Mapping[Capture, torch.Tensor]:
         """The tensors that are read in place of those that the mods hold."""
@@ -111,6 +111,7 @@ class OperatorCall(NamedTuple):
 
 
 def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> OperatorCall:
+    """The call; what is `around` it has to be entered."""
     known = _plans.get(plan) if plan >= 0 else None
     if known is not None and known.serialized is not None and known.serialized.form == form:
         refuse_other_leaves(form, captured, hints[HINTS:])
@@ -118,12 +119,17 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
         return OperatorCall(
             known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured)
         )
-    forms, options, _ = parse(form)
     leaves = leaves_of(form, captured, hints[HINTS:])
-    planned, borrowed = planned_of(forms, leaves, options, "operator")
-    if borrowed is None:
-        return OperatorCall(planned, tuple(map(Capture, captured)), distrusting(since))
-    return OperatorCall(planned, borrowed.captures, _Distrusted(borrowed, since), borrowed)
+    forms, options, _ = parse(form)
+    make = functools.partial(made_plan, forms, leaves, options)
+    if active():  # their backward comes when nothing is borrowed any more
+        return OperatorCall(make(), tuple(map(Capture, captured)), distrusting(since))
+    numbers = [leaf.number for leaf in leaves if isinstance(leaf, Scalar)]
+    return _using(plan_in_use(form, captured, numbers, make), captured, since)
+
+
+def _using(plan: OperatorPlan, captured: Sequence[torch.Tensor], since: object) -> OperatorCall:
+    return OperatorCall(plan.planned, plan.captures, _InUse(plan, captured, since), plan)
 
 
 def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
@@ -172,19 +178,22 @@ def _given(form: str, place: int, narrow: bool) -> LocalScalar:
     return LocalScalar(0 if narrow else 2**32)
 
 
-class _Distrusted:
-    """What is borrowed for a call that trusts nothing derived before but by its own forward, `since`."""
+class _InUse:
+    """A plan while it serves a call that trusts nothing derived before but by its own forward, `since`."""
 
-    def __init__(self, borrowed: Borrowed, since: object) -> None:
-        self.borrowed, self.inner = borrowed, distrusting(since)
+    __slots__ = ("_borrowed", "_inner", "_plan")
+
+    def __init__(self, plan: OperatorPlan, captured: Sequence[torch.Tensor], since: object) -> None:
+        self._plan, self._borrowed, self._inner = plan, plan.borrow(captured), distrusting(since)
 
     def __enter__(self) -> None:
-        self.borrowed.__enter__()
-        self.inner.__enter__()
+        self._borrowed.__enter__()
+        self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.borrowed.__exit__(*error)
+        self._inner.__exit__(*error)
+        self._borrowed.__exit__(*error)
+        self._plan.end()
 
 
 # --- the operators -------------------------------------------------------------------------------------------
@@ -207,10 +216,10 @@ def attend(
         refuse_outdated(captured)
     now = object()
     with derived_for_graph():
-        bound = _bound(form, plan, captured, hints, now)
-        planned = bound.planned
         inputs = Inputs.unflatten(q, k, v, lengths, hints)
         check_contents(inputs)
+        bound = _bound(form, plan, captured, hints, now)
+        planned = bound.planned
         with bound.around, autocast_off(q):
             check_blocks(planned._tables)
             check_reads(planned.program, inputs, planned.options.scale)
@@ -221,7 +230,7 @@ def attend(
     saved = _saved(q, len(hints) - HINTS)
     if numbers:
         saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    said = _Said(planned, now, Lay((*captured, *lengths)), bound.borrowed if len(hints) == HINTS else None)
+    said = _Said(now, Lay((*captured, *lengths)), bound.plan if len(hints) == HINTS else None)
     saved.untyped_storage().composattn_of = said  # type: ignore[attr-defined]
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     dtype = planned.options.out_dtype or q.dtype
@@ -298,25 +307,18 @@ def _differentiable(
 class _Said:
     """What a forward says to its backward, which holds none of its tensors."""
 
-    __slots__ = ("_borrowed", "lay", "now", "planned")
+    __slots__ = ("_plan", "lay", "now")
 
-    def __init__(self, planned: Planned, now: object, lay: Lay, borrowed: Borrowed | None) -> None:
-        """`borrowed`: what the forward did, where nothing but tensors is read."""
-        self.planned, self.now, self.lay = planned, now, lay
-        self._borrowed = None if borrowed is None else (borrowed.captures, borrowed.epoch)
+    def __init__(self, now: object, lay: Lay, plan: OperatorPlan | None) -> None:
+        """`plan`: the forward's, where nothing but tensors is read."""
+        self.now, self.lay, self._plan = now, lay, plan
 
     def bound_again(self, captured: Sequence[torch.Tensor]) -> OperatorCall | None:
-        """The backward's call by what its forward found, where all captures still stand for these tensors."""
-        if self._borrowed is None or active():
+        """The backward's call by the plan of its forward, where no other call uses that now."""
+        plan = self._plan
+        if plan is None or active() or not plan.fits(captured) or not plan.begin():
             return None
-        captures, epoch = self._borrowed
-        if len(captures) != len(captured):
-            return None
-        for capture, tensor in zip(captures, captured, strict=True):
-            if not capture.stands_for(tensor):
-                return None
-        borrowed = Borrowed(captures, captured, (None,) * len(captures), epoch)
-        return OperatorCall(self.planned, captures, _Distrusted(borrowed, self.now), borrowed)
+        return _using(plan, captured, self.now)
 
 
 def _forward_of(saved: torch.Tensor) -> _Said | None:

@@ -143,19 +143,15 @@ def _planned_by_form(
 
 
 def planned_of(
-    forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...], user: str = "eager"
+    forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]
 ) -> tuple[Planned, Borrowed | None]:
-    """The plan of a call by the forms of its mods, in the order of `Program` (None: no mod), and what it borrows.
-
-    user: whose plan it is. Those of operators are their own: they compute what is derived from captured tensors in
-    every call, in place, under the eyes of an eager backward that may still need it.
-    """
+    """The plan of a call by the forms of its mods, in the order of `Program` (None: no mod), and what it borrows."""
     # `transforms.active`: their backward comes when nothing is borrowed any more
     if _are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return _made(forms, leaves, options), None
+        return made_plan(forms, leaves, options), None
     key = _asked(forms, options)
     if key is None:
-        return _made(forms, leaves, options), None  # refused by name
+        return made_plan(forms, leaves, options), None  # refused by name
     borrowed: Borrowed | None = None
     captures: tuple[BorrowedCapture, ...] = ()
     if leaves:
@@ -165,9 +161,9 @@ def planned_of(
                 tensors.append(leaf)
                 if getattr(leaf, "_fsdp_flattened", False):
                     refuse_flattened(tensors)
-        borrowed = borrow(tensors, user, key)
+        borrowed = borrow(tensors, key)
         if borrowed is None:
-            return _made(forms, leaves, options), None
+            return made_plan(forms, leaves, options), None
         captures = borrowed.captures
         key += captures
         if len(tensors) < len(leaves):
@@ -180,15 +176,16 @@ def planned_of(
             seen[0] = borrowed.epoch
         return planned, borrowed
     if borrowed is None:
-        planned = _made(forms, leaves, options)
+        planned = made_plan(forms, leaves, options)
     else:
         with borrowed:
-            planned = _made(forms, leaves, options)
+            planned = made_plan(forms, leaves, options)
     _cache(key, (planned, captures, [sum([capture.epoch for capture in captures])]))
     return planned, borrowed
 
 
-def _made(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
+def made_plan(forms: tuple[str | None, ...], leaves: Sequence[Any], options: tuple[Any, ...]) -> Planned:
+    """A plan of these forms that nobody keeps. Raises: as `Options`; `UnreadableProgram`."""
     checked = Options(*options)
     graphs = graphs_of(forms, leaves)
     _refuse_misplaced(*graphs)

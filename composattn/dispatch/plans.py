@@ -60,7 +60,7 @@ class Plans:
         self.program, self.options = program, options
         self._prepared: dict[Any, PreparedCall] = {}  # by the form of the inputs
         self._planned: dict[Any, PreparedCall] = {}  # by what plans are made of: fewer
-        self._hangs_on_contents = False  # whether a check of what the mods read looked at what it holds
+        self.hangs_on_contents = False  # whether a check of what the mods read looked at what it holds
 
     def prepared(self, inputs: Inputs) -> PreparedCall:
         """The prepared call for inputs of this form, remembered."""
@@ -84,7 +84,7 @@ class Plans:
                 "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
                 "torch._subclasses.fake_tensor.FakeTensorMode()"
             )
-        self._hangs_on_contents |= check_captures(self.program, problem)
+        self.hangs_on_contents |= check_captures(self.program, problem)
         planned = problem.rounded
         key = (planned, planned.layout.hints)
         call = self._planned.get(key)
@@ -103,7 +103,7 @@ class Plans:
         """
         for tensor in tensors:
             refuse_foreign("a captured tensor", tensor)
-        if self._hangs_on_contents:
+        if self.hangs_on_contents:
             self.forget_checks()
 
     def forget_checks(self) -> None:

@@ -55,14 +55,10 @@ class BorrowedCapture(Capture):
 
     __slots__ = (
         "__weakref__", "_address", "_counter", "_is_of_form", "_last", "_lies", "_seen", "_version",
-        "counted", "dependents", "epoch", "stamped", "unwritten", "written_apart",
+        "dependents", "epoch", "unwritten", "written_apart",
     )  # fmt: skip
 
-    def __init__(self, counted: bool = True) -> None:
-        """`counted`: whether anyone asks for writes; who trusts nothing that was derived before does not."""
-        self.counted = counted
-        # of one that is not: who trusts nothing from before, and what it was told of this memory
-        self.stamped: tuple[object, Hashable] | None = None
+    def __init__(self) -> None:
         self._last: int | None = None  # the address of the tensor that was followed last
         self._counter: Counter | None = None  # its
         self._is_of_form: Callable[[torch.Tensor], bool] | None = None  # known where it is alone in its memory, and
@@ -110,22 +106,9 @@ class BorrowedCapture(Capture):
             self._mark(tensor)
         return True
 
-    def stands_for(self, tensor: torch.Tensor) -> bool:
-        """Whether memory that has not ended, and the form, are those of `tensor`, by whatever counter."""
-        return (
-            self._last is not None
-            and tensor.data_ptr() == self._address
-            and self._lies == (tensor.shape, tensor.stride())
-        )
-
     def follow(self, tensor: torch.Tensor) -> None:
         """From now on the writes that `tensor` counts are what tells of changes to its memory."""
         if self.is_bound_to(tensor, tensor._cdata):
-            return
-        if not self.counted:
-            if (self._last, self._address) != (tensor._cdata, tensor.data_ptr()):
-                self.stamped = None
-            self._last, self._address, self._lies = tensor._cdata, tensor.data_ptr(), (tensor.shape, tensor.stride())
             return
         with _lock:
             _forget_tensor(self)
@@ -174,13 +157,36 @@ class BorrowedCapture(Capture):
 
     def ended(self) -> None:
         """Its memory is gone: whatever tensor comes at that address is another one."""
-        self._last = self._is_of_form = self.unwritten = self.stamped = None
+        self._last = self._is_of_form = self.unwritten = None
 
     def __repr__(self) -> str:
         try:
             return super().__repr__()
         except AssertionError:
             return "BorrowedCapture()"
+
+
+class FormCapture(BorrowedCapture):
+    """Stands for whatever tensor of one form a call gives, where nobody trusts what was derived before.
+
+    Its writes are not followed. `stamped`: who trusts nothing from before, and what that one was told of the memory.
+    """
+
+    __slots__ = ("stamped",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.stamped: tuple[object, Hashable] | None = None
+        self._lies = tensor.shape, tensor.stride()
+
+    def follow(self, tensor: torch.Tensor) -> bool:  # type: ignore[override]
+        """From now on it stands for `tensor`; whether that is another, or in other memory, than the last one."""
+        now = tensor._cdata, tensor.data_ptr()
+        if now == (self._last, self._address):
+            return False
+        self._last, self._address = now
+        self.stamped = None
+        return True
 
 
 class _Apart:
@@ -212,7 +218,7 @@ class Borrowed:
         self,
         captures: tuple[BorrowedCapture, ...],
         tensors: Sequence[torch.Tensor],
-        unwritten: Sequence[Unwritten | None],
+        unwritten: Sequence[Unwritten | None] | None = None,
         epoch: int = 0,
         numbers: Sequence[int] = (),
     ) -> None:
@@ -220,7 +226,8 @@ class Borrowed:
 
         `numbers`: what torch knows the tensors by, now: `torch.utils.swap_tensors` puts others in their place.
         """
-        self.captures, self.tensors, self.unwritten, self.epoch = captures, tensors, unwritten, epoch
+        self.unwritten = (None,) * len(captures) if unwritten is None else unwritten
+        self.captures, self.tensors, self.epoch = captures, tensors, epoch
         self.numbers, self.since = numbers, _apart.count
 
     def __enter__(self) -> None:
@@ -310,14 +317,13 @@ def capture_of(tensor: torch.Tensor) -> Capture:
 
 _known: dict[Hashable, BorrowedCapture] = {}
 _of_tensor: dict[int, BorrowedCapture] = {}  # those that follow one, by its address
-_NONE: dict[int, BorrowedCapture] = {}
 _watched: dict[int, weakref.ref[Any]] = {}
 _of_storage: dict[int, list[tuple[Hashable, Hashable]]] = {}
 _idle: OrderedDict[BorrowedCapture, Hashable] = OrderedDict()
 IDLE_LIMIT = 64  # captures whose memory ended and that wait for another of their form, with the plans that read them
 
 
-def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage, counted: bool) -> BorrowedCapture:
+def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> BorrowedCapture:
     number = storage._cdata  # `id` is audited: 0.3 µs where somebody listens, as filelock does
 
     def ended(_: Any) -> None:
@@ -338,7 +344,7 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage, counted
             _watched[number] = weakref.ref(storage, ended)
         found = _known.get(key)
         if found is None:
-            found = _known[key] = _taken_over(form) or BorrowedCapture(counted)
+            found = _known[key] = _taken_over(form) or BorrowedCapture()
             _of_storage.setdefault(number, []).append((key, form))
         return found
 
@@ -357,28 +363,23 @@ def _drop(capture: BorrowedCapture) -> None:
         forget(key)
 
 
-EAGER = "eager"
-
-
-def borrow(tensors: Sequence[torch.Tensor], user: str = EAGER, reader: Hashable = None) -> Borrowed | None:
+def borrow(tensors: Sequence[torch.Tensor], reader: Hashable = None) -> Borrowed | None:
     """Borrows all `tensors`, in the order in which `reader` reads them; None where one of them can't be borrowed.
 
     A capture stands for one tensor, and for others of the same memory and form. One whose memory ended takes over new
     memory of its form that is read at the same place of a plan: a new batch's mask is planned as the last one's was,
     also where two masks read tensors of one form in turns.
-    user: who reads. What is derived from a tensor is made again in place, which one user may do under another's eyes.
     No one can say when the memory ends of a wrapper without storage, and of a tensor of a torch.func transform.
     """
     captures: list[BorrowedCapture] = []
     unwritten: list[Unwritten | None] = []
     numbers: list[int] = []
     epoch = 0
-    known = _of_tensor if user == EAGER else _NONE
     for tensor in tensors:
         number = tensor._cdata
-        capture = known.get(number)
+        capture = _of_tensor.get(number)
         if capture is None or not capture.is_bound_to(tensor, number):
-            capture = _found(tensor, user, (reader, len(captures)))
+            capture = _found(tensor, (reader, len(captures)))
             if capture is None:
                 return None
         captures.append(capture)
@@ -445,13 +446,13 @@ class TensorsOf:
         return (*borrowed.tensors, *self.others) if self.others else borrowed.tensors
 
 
-def _found(tensor: torch.Tensor, user: str, place: Hashable) -> BorrowedCapture | None:
+def _found(tensor: torch.Tensor, place: Hashable) -> BorrowedCapture | None:
     """The capture that stands for the memory of `tensor`, or a new one, which from now on follows it.
 
     Raises: `UnsupportedCapture` for a tensor whose elements are not to be read.
     """
     if tensor.__class__ not in _PLAIN:
-        _refuse_foreign(tensor, user)
+        _refuse_foreign(tensor)
     if torch._is_functional_tensor(tensor):
         return None  # its storage has no memory, and torch ends the process where it is asked for its counter
     try:
@@ -459,25 +460,21 @@ def _found(tensor: torch.Tensor, user: str, place: Hashable) -> BorrowedCapture 
     except (NotImplementedError, RuntimeError):
         return None
     key = (
-        storage._cdata, tensor.storage_offset(), user,
+        storage._cdata, tensor.storage_offset(),
         tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_neg(),
     )  # fmt: skip
     capture = _known.get(key)
     if capture is None:
-        capture = _begin(key, (*key[2:], tensor.device, place), storage, user == EAGER)
-    if not capture.counted:
-        capture.follow(tensor)
-        return capture
+        capture = _begin(key, (*key[2:], tensor.device, place), storage)
     with _lock:
         capture.follow(tensor)
-        if user == EAGER:
-            _of_tensor[tensor._cdata] = capture
+        _of_tensor[tensor._cdata] = capture
     return capture
 
 
-def _refuse_foreign(tensor: torch.Tensor, user: str) -> None:
+def _refuse_foreign(tensor: torch.Tensor) -> None:
     reason = "a FakeTensor beside q that is none; make both of one FakeTensorMode" if is_fake(tensor) else None
-    reason = reason_against(tensor) if reason is None or user != EAGER else reason
+    reason = reason_against(tensor) if reason is None else reason
     if reason is not None:
         raise UnsupportedCapture(f"a captured tensor is {reason}")
 

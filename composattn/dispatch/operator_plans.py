@@ -1,0 +1,89 @@
+"""Plans of operators, known by the text of a call and by the forms of the tensors that it reads, in whatever memory.
+
+An operator trusts nothing that was derived before: compiled code writes to memory with no one counting. So nothing is
+gained by knowing a tensor, and other ids in each step, or in each layer, take one plan. What a plan derives it writes
+where it did before, so it serves one call at a time: of several threads each gets its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ..graph.borrowed import Borrowed, FormCapture
+from .captured import refuse_flattened
+from .planned import Planned
+
+LIMIT = 1024  # forms of calls; the oldest go first
+_plans: dict[Hashable, list[OperatorPlan]] = {}
+_lock = threading.Lock()
+
+
+class OperatorPlan:
+    """A plan, and what it reads the tensors of a call by, one capture for each; the same where two are one tensor."""
+
+    __slots__ = ("_in_use", "captures", "planned")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], make: Callable[[], Planned]) -> None:
+        """`make`: plans with these tensors, borrowed."""
+        by_tensor = {t._cdata: FormCapture(t) for t in tensors}
+        self.captures = tuple([by_tensor[t._cdata] for t in tensors])
+        self._in_use = threading.Lock()
+        with Borrowed(self.captures, tensors):
+            self.planned = make()
+
+    def begin(self) -> bool:
+        """Whether no other call uses it; then it is in use until `end`."""
+        return self._in_use.acquire(blocking=False)
+
+    def end(self) -> None:
+        """The call is over."""
+        self._in_use.release()
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these may stand where those of its form do."""
+        return len(tensors) == len(self.captures) and all(
+            capture.lies_as(tensor) for capture, tensor in zip(self.captures, tensors, strict=True)
+        )
+
+    def borrow(self, tensors: Sequence[torch.Tensor]) -> Borrowed:
+        """The tensors for a call that uses it."""
+        moved = False
+        for capture, tensor in zip(self.captures, tensors, strict=True):
+            moved |= capture.follow(tensor)
+        if moved and self.planned.hangs_on_contents:
+            self.planned.forget_checks()
+        return Borrowed(self.captures, tensors)
+
+
+def plan_in_use(
+    form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[Hashable], make: Callable[[], Planned]
+) -> OperatorPlan:
+    """A plan for a call of this text, of tensors and `numbers` of these forms, that no other call uses; it has begun.
+
+    make: plans. Raises: what that raises; `CapturedTensorChanged`.
+    """
+    firsts: dict[int, int] = {}
+    told: list[Hashable] = [form, *numbers]
+    for n, t in enumerate(tensors):
+        if firsts.setdefault(t._cdata, n) == n:
+            told.append((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.__class__))
+            if t.__class__ is not torch.Tensor:
+                refuse_flattened([t])
+        else:
+            told.append(firsts[t._cdata])
+    key = tuple(told)
+    found = _plans.get(key)
+    for plan in found or ():
+        if plan.begin():
+            return plan
+    made = OperatorPlan(tensors, make)
+    made.begin()
+    with _lock:
+        while len(_plans) >= LIMIT:
+            del _plans[next(iter(_plans))]
+        _plans.setdefault(key, []).append(made)
+    return made
