@@ -46,7 +46,7 @@ class CudaGraph:
         now, aside = torch.cuda.current_stream(device), turn.aside
         aside.wait_stream(now)
         with torch.cuda.stream(aside), _no_collection():
-            # another thread may do what it likes meanwhile
+            # other threads may do what they like meanwhile
             self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -179,7 +179,7 @@ def replay_of(
     if sum(map(_reach, tensors)) > MOST_BYTES or any(map(torch._debug_has_internal_overlap, tensors)):
         return None
     try:
-        return Replay(run, inputs, results, standing)
+        return _apart(device, lambda: Replay(run, inputs, results, standing))
     except RuntimeError as error:
         turn.refused = True
         warnings.warn(
@@ -187,6 +187,31 @@ def replay_of(
             stacklevel=2,
         )
         return None
+
+
+def _apart(device: torch.device, make: Callable[[], Replay]) -> Replay:
+    """What is made in a thread of its own, on the current stream.
+
+    What a thread has entered would have a part in what it captures: memory of a pool (`torch.cuda.use_mem_pool`) that
+    its owner gives to others, operations of modes, autocast. A new thread has entered nothing.
+    """
+    stream = torch.cuda.current_stream(device) if has_streams(device) else None
+    made: list[Replay] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                made.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="composattn captures")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _has_pools() -> bool:

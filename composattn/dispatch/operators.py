@@ -270,11 +270,11 @@ def attend_backward(
         if said is not None:
             said.lay.refuse_moved((*captured, *lengths))
         bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, said and said.now)
-        captures = bound.planned.program.captures
-        asked: dict[Capture, bool] = {}
-        for capture, want in zip(bound.leaves, wanted[3:], strict=True):
-            asked[capture] = asked.get(capture, False) or want
         with bound.around, autocast_off(q):
+            captures = bound.planned.program.captures
+            asked: dict[Capture, bool] = {}
+            for capture, want in zip(bound.leaves, wanted[3:], strict=True):
+                asked[capture] = asked.get(capture, False) or want
             call = _differentiable(bound.planned, saved, Inputs.unflatten(q, k, v, lengths, hints))
             read = call.read(bound.replaced(captured))
             of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))

@@ -169,3 +169,19 @@ def test_random_numbers_are_drawn_as_if_nothing_was_captured(replays: list[objec
         ids.copy_((torch.arange(LENGTH, device="cuda") * (n + 2)) // LENGTH)
         x.step(attention)
     assert replays
+
+
+def test_graphs_take_no_memory_of_a_pool_that_a_step_uses(replays: list[object]) -> None:
+    """What a graph makes meanwhile would lie there, where whoever owns the pool gives it to others."""
+    needs_backward(gpu_backend())
+    x, ids, pool = Inputs(), drawn(0, ordered=False), torch.cuda.MemPool()
+    attention = ca.Attention(mask_mod=mask_of(ids))
+    for n in range(STEPS):
+        ids.copy_(drawn(n, ordered=False))
+        with torch.cuda.use_mem_pool(pool):
+            found = x.step(attention)
+            torch.cuda.synchronize()
+            held = [torch.full((LENGTH * size,), -7, dtype=torch.int64, device="cuda") for size in (1, 2, 4, 9, 18)]
+        assert_close(found, x.step(by_mask, ids, "streaming"))
+        del held
+    assert replays

@@ -329,3 +329,31 @@ def derived_of(mask: Any) -> list[Derived]:
     from composattn.analysis.bands import ends_of, tile_intervals
 
     return [c for c in captures(*ends_of(tile_intervals(mask.expr))) if isinstance(c, Derived)]
+
+
+def test_a_capture_sees_nothing_of_what_its_thread_has_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a pool is entered by thread, as autocast and modes are: a graph must lie in none but its own."""
+    here, states = threading.get_ident(), []
+
+    class Looking(StandIn):
+        def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+            modes = torch._C._len_torch_dispatch_stack()
+            states.append((threading.get_ident() == here, modes, torch.is_autocast_enabled("cpu")))
+            super().__init__(run, device)
+
+    monkeypatch.setitem(replayed.GRAPHS, "cpu", Looking)
+    rerun = Rerun(sums)
+    with torch.no_grad(), torch.autocast("cpu"), _Seen():
+        for n in range(RUNS):
+            x = torch.randint(0, 9, (8,), generator=torch.Generator().manual_seed(n))
+            for found, wanted in zip(rerun((x, None)), sums((x, None)), strict=True):
+                assert torch.equal(found, wanted)
+    assert states == [(False, 0, False)]
+
+
+def test_what_fails_in_a_capture_is_said_where_it_was_asked_for() -> None:
+    def fails() -> Any:
+        raise RuntimeError("no graph")
+
+    with pytest.raises(RuntimeError, match="no graph"):
+        replayed._apart(CPU, fails)

@@ -121,7 +121,7 @@ class FusedAttend:
 
     def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
         # what is derived is brought up to date where a kernel reads it, which not all kernels do
-        return [replaced.get(c, c.kept) for c in self.call.program.captures]
+        return [replaced[c] if c in replaced else c.kept for c in self.call.program.captures]
 
     def forward(
         self,
