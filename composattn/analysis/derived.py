@@ -172,7 +172,8 @@ class Anew:
     def _source(self, source: Capture) -> torch.Tensor:
         if isinstance(source, Derived):
             return self.of(source)
-        return self.given[source] if source in self.given else source.tensor
+        found = self.given.get(source)
+        return source.tensor if found is None else found
 
 
 _anew: ContextVar[Anew | None] = ContextVar("anew", default=None)

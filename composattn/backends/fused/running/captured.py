@@ -94,7 +94,7 @@ class Reads:
         return Standing(there[0].problem.device if there else self.derived[0].kept.device)
 
     def one_run(self, tables: Sequence[WorkTables | None], counted: WorkTables | None) -> OneRun | None:
-        """What derives all of dense calls in one run, see there; None where there is nothing to, or numbers have a part."""
+        """What derives all of dense calls in one run; None where nothing is derived, or numbers have a part."""
         made = [t for t in tables if t is not None and t.hangs_on_tensors(self.lists is not None and t is counted)]
         if self.program.scalars or not (made or self.upkeep.derived or self.lists is not None):
             return None
@@ -128,8 +128,10 @@ class OneRun(threading.local):
         for table in self._made:
             given += table.captures
         self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
-        found = [*self._derived, *([] if lists is None else lists.captures)]
-        self._places = [found.index(c) if c in found else None for c in reads.captured]
+        at_call = {c: n for n, c in enumerate(reads.program.captures)}
+        self._given = [(c, at_call.get(c)) for c in self._sources]
+        found = {c: n for n, c in enumerate([*self._derived, *([] if lists is None else lists.captures)])}
+        self._places = [(c, found.get(c), at_call.get(c)) for c in reads.captured]
         self._run = Rerun(self._compute)
 
     def __call__(
@@ -139,17 +141,16 @@ class OneRun(threading.local):
 
         made: what was made for it.
         """
-        at_call = dict(zip(self._reads.program.captures, captured, strict=True))
         with plain_tensors():
-            found = self._run([at_call[c] if c in at_call else c.tensor for c in self._sources], for_now=True)
-        if made:
-            at_call |= made
+            found = self._run([c.tensor if at is None else captured[at] for c, at in self._given], for_now=True)
         reads = []
-        for capture, place in zip(self._reads.captured, self._places, strict=True):
-            if place is not None:
-                reads.append(found[place])
-            else:  # of what is derived and not among them kernels read nothing
-                reads.append(at_call[capture] if capture in at_call else capture.kept)
+        for capture, of_run, at in self._places:
+            if of_run is not None:
+                reads.append(found[of_run])
+            elif made and capture in made:
+                reads.append(made[capture])
+            else:  # of what is derived and not of the run kernels read nothing
+                reads.append(capture.kept if at is None else captured[at])
         own = iter(found[len(found) - len(self._made) :])
         tables = [next(own) if t in self._made else None if t is None else t(NO_SEQUENCES) for t in self._tables]
         return self._reads.given(reads), tuple(tables)

@@ -121,7 +121,8 @@ class FusedAttend:
 
     def read(self, replaced: Mapping[Capture, torch.Tensor]) -> Sequence[torch.Tensor]:
         # what is derived is brought up to date where a kernel reads it, which not all kernels do
-        return [replaced[c] if c in replaced else c.kept for c in self.call.program.captures]
+        found = [(c, replaced.get(c)) for c in self.call.program.captures]
+        return [c.kept if t is None else t for c, t in found]
 
     def forward(
         self,
