@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -21,6 +21,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ..graph.counters import is_shared
 from . import streams
 from .streams import stream_handle, streams_of
+
+if TYPE_CHECKING:
+    from .replayed import Lent
 
 V = TypeVar("V")
 
@@ -154,7 +157,16 @@ def _may_be_gathered(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.__class__ is torch.nn.Parameter
 
 
-_distrust: ContextVar[object] = ContextVar("distrust", default=None)
+class Moment:
+    """Stands for a block that trusts nothing from before. `lent`: what it derived, if that lies in a graph's memory."""
+
+    __slots__ = ("lent",)
+
+    def __init__(self) -> None:
+        self.lent: Lent | None = None
+
+
+_distrust: ContextVar[Moment | None] = ContextVar("distrust", default=None)
 distrusted = _distrust.get  # what stands for the block that this is, None outside of any
 
 
@@ -167,8 +179,8 @@ class distrusting:
 
     __slots__ = ("_since", "_token")
 
-    def __init__(self, since: object = None) -> None:
-        self._since = object() if since is None else since
+    def __init__(self, since: Moment | None = None) -> None:
+        self._since = Moment() if since is None else since
 
     def __enter__(self) -> None:
         self._token = _distrust.set(self._since)

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -130,7 +130,7 @@ class Replay:
                     memory.copy_(found)
 
         self._streams_on = self.device if has_streams(self.device) else None
-        self._known = {self._stream()}
+        self._known, self.runs = {self._stream()}, 0
         with turn_on(self.device):
             self.graph = GRAPHS[self.device.type](captured, self.device)
 
@@ -145,6 +145,7 @@ class Replay:
             if self.memory:  # in one launch, where they are of one type
                 torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[misc]
             self.graph()
+            self.runs += 1
             torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
             return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
 
@@ -156,6 +157,26 @@ class Replay:
         now = torch.cuda.current_stream(self.device)
         self._known.add(now.cuda_stream)
         used_on(now, [*self.memory, *(memory for memory, stands in self.given if not stands)])
+
+
+class Lent:
+    """What the latest run of a replay gave, by name, where it lies: for as long as nobody asks for the next run."""
+
+    __slots__ = ("_given", "_replay", "_run")
+
+    def __init__(self, replay: Replay, given: Mapping[Hashable, T]) -> None:
+        self._replay, self._run, self._given = replay, replay.runs, given
+
+    def find(self, names: Sequence[Hashable]) -> list[T] | None:
+        """The tensors of these names, which the current stream may read; None where they are not all there now."""
+        found = [self._given.get(name) for name in names]
+        turn = turn_on(self._replay.device)
+        with turn.lock:
+            if self._replay.runs != self._run or any(t is None for t in found):
+                return None
+            if turn.streams is not None:
+                turn.streams.read(found)
+            return found  # type: ignore[return-value]
 
 
 def replay_of(

@@ -43,6 +43,14 @@ class Rerun:
         """Whether runs can be recorded, as far as is known."""
         return self._follows
 
+    def lent(self, names: Sequence[Hashable], found: Sequence[T]) -> replayed.Lent | None:
+        """What the latest run gave for now, by name; None where that is no graph's memory, and the caller's."""
+        _, recorded = self._known
+        replay = None if recorded is None else recorded.replay
+        if replay is None or found[0] is not replay.written[0]:  # a run that becomes a graph gives what it made before
+            return None
+        return replayed.Lent(replay, dict(zip(names, found, strict=False)))
+
     def __call__(
         self,
         inputs: Sequence[T | None],
@@ -179,7 +187,7 @@ class _Recorded:
             self.steps.insert(0, (step, over))
         self._run = _as_function(recorder.inputs, self.steps, self.results)
         self._runs = 0
-        self._replay: replayed.Replay | None = None
+        self.replay: replayed.Replay | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -190,12 +198,12 @@ class _Recorded:
     def __call__(
         self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: bool = False
     ) -> Sequence[T]:
-        if self._replay is not None:
-            return self._replay(inputs, for_now)
+        if self.replay is not None:
+            return self.replay(inputs, for_now)
         found = self._run(inputs)
         self._runs += 1
         if self._runs == replayed.AFTER:
-            self._replay = replayed.replay_of(self._run, inputs, found, standing)
+            self.replay = replayed.replay_of(self._run, inputs, found, standing)
         return found
 
 

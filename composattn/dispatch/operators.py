@@ -33,7 +33,7 @@ import torch
 from ..analysis import streams
 from ..analysis.derived import derived_anew, derived_for_graph, same_memory
 from ..analysis.graphs import numbers_now, refuse_outdated
-from ..analysis.refreshed import distrusting, no_caching
+from ..analysis.refreshed import Moment, distrusting, no_caching
 from ..call.autograd import BackwardInputs, Differentiable, autocast_off
 from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
@@ -110,7 +110,9 @@ class OperatorCall(NamedTuple):
         return dict(zip(self.leaves, captured, strict=True))
 
 
-def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: object) -> OperatorCall:
+def _bound(
+    form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequence[int], since: Moment | None
+) -> OperatorCall:
     """The call; what is `around` it has to be entered."""
     known = _plans.get(plan) if plan >= 0 else None
     if known is not None and known.serialized is not None and known.serialized.form == form:
@@ -128,7 +130,7 @@ def _bound(form: str, plan: int, captured: Sequence[torch.Tensor], hints: Sequen
     return _using(plan_in_use(form, captured, numbers, make), captured, since)
 
 
-def _using(plan: OperatorPlan, captured: Sequence[torch.Tensor], since: object) -> OperatorCall:
+def _using(plan: OperatorPlan, captured: Sequence[torch.Tensor], since: Moment | None) -> OperatorCall:
     return OperatorCall(plan.planned, plan.captures, _InUse(plan, captured, since), plan)
 
 
@@ -183,7 +185,7 @@ class _InUse:
 
     __slots__ = ("_borrowed", "_inner", "_plan")
 
-    def __init__(self, plan: OperatorPlan, captured: Sequence[torch.Tensor], since: object) -> None:
+    def __init__(self, plan: OperatorPlan, captured: Sequence[torch.Tensor], since: Moment | None) -> None:
         self._plan, self._borrowed, self._inner = plan, plan.borrow(captured), distrusting(since)
 
     def __enter__(self) -> None:
@@ -214,7 +216,7 @@ def attend(
     """(out, lse, max_scores, saved), max_scores empty unless asked for; see the file's head."""
     if copies.made:
         refuse_outdated(captured)
-    now = object()
+    now = Moment()
     with derived_for_graph():
         inputs = Inputs.unflatten(q, k, v, lengths, hints)
         check_contents(inputs)
@@ -309,7 +311,7 @@ class _Said:
 
     __slots__ = ("_plan", "lay", "now")
 
-    def __init__(self, now: object, lay: Lay, plan: OperatorPlan | None) -> None:
+    def __init__(self, now: Moment, lay: Lay, plan: OperatorPlan | None) -> None:
         """`plan`: the forward's, where nothing but tensors is read."""
         self.now, self.lay, self._plan = now, lay, plan
 

@@ -1,4 +1,4 @@
-"""Calls of compiled code: one plan for each form, one run in each direction, and kernels read what a fresh mask gives."""
+"""Calls of compiled code: one plan a form, one run in each direction, and kernels read what a fresh mask gives."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_kernels_of_compiled_steps_read_what_a_fresh_mask_gives(name: str, size:
         found = compiled(noted, x, y)
         replays = Graph.replays - before
         assert_same(found, Layer(attend, size)(noted, x.clone(), y.clone()))
-    assert replays <= 2  # one in each direction, where anything is derived
+    assert replays <= 2  # one in each direction, where anything is derived that the backward has not from its forward
 
 
 def blocks_of(step: int, length: int) -> Any:
@@ -207,3 +207,25 @@ def test_a_call_that_is_refused_leaves_its_plan_to_the_next() -> None:
             with pytest.raises(ca.errors.CapturedIndexOutOfRange):
                 compiled(q, ids)
     assert [len(plans) for plans in operator_plans._plans.values()] == [1]
+
+
+def test_a_backward_takes_what_its_forward_derived_where_it_still_lies(noted: Read) -> None:
+    size = Size(1, 2, 2, 300, 64)
+
+    def attend(q: Any, k: Any, v: Any, ids: torch.Tensor) -> Any:
+        return ca.attention(q, k, v, mask_mod=lambda b, h, i, j: (i >= j) & (ids[i] == ids[j]))
+
+    compiled = Layer(torch.compile(attend, fullgraph=True, backend="aot_eager"), size)
+    for n in range(replayed.AFTER + 4):
+        held = [(torch.arange(300) * (n + m + 2)) // 301 for m in range(2)]
+        outs = [compiled.attend(*compiled.inputs, ids) for ids in held]
+        replays = []
+        for out, ids in ((outs[1], held[1]), (outs[0], held[0])):  # the second forward wrote where the first did
+            before = Graph.replays
+            noted.clear()
+            torch.autograd.grad(out, compiled.inputs, compiled.dout)
+            found, of_backward = list(noted), Graph.replays - before
+            replays.append(of_backward)
+            wanted = Layer(attend, size)(noted, ids.clone())
+            assert_same(found, wanted[-len(found) :])
+    assert replays == [0, 1]

@@ -141,8 +141,7 @@ class OneRun(threading.local):
 
         made: what was made for it.
         """
-        with plain_tensors():
-            found = self._run([c.tensor if at is None else captured[at] for c, at in self._given], for_now=True)
+        found = self._found(captured)
         reads = []
         for capture, of_run, at in self._places:
             if of_run is not None:
@@ -154,6 +153,19 @@ class OneRun(threading.local):
         own = iter(found[len(found) - len(self._made) :])
         tables = [next(own) if t in self._made else None if t is None else t(NO_SEQUENCES) for t in self._tables]
         return self._reads.given(reads), tuple(tables)
+
+    def _found(self, captured: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the run gives; a backward whose forward derived all of that takes it where it lies."""
+        moment = distrusted()
+        assert moment is not None
+        if moment.lent is not None and not self._made and self._reads.lists is None:
+            lent = moment.lent.find(self._derived)
+            if lent is not None:
+                return lent
+        with plain_tensors():
+            found = self._run([c.tensor if at is None else captured[at] for c, at in self._given], for_now=True)
+        moment.lent = self._run.lent(self._derived, found)
+        return found
 
     def _compute(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         at_call, lists = dict(zip(self._sources, inputs, strict=True)), self._reads.lists
