@@ -98,7 +98,7 @@ class Reads:
         made = [t for t in tables if t is not None and t.hangs_on_tensors(self.lists is not None and t is counted)]
         if self.program.scalars or not (made or self.upkeep.derived or self.lists is not None):
             return None
-        return OneRun(self, tables, counted)
+        return OneRun(self, tables, made, counted)
 
     def counts(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
         """How many tiles each tile visits by the lists that a call reads, of which there are some."""
@@ -118,19 +118,22 @@ class OneRun(threading.local):
     Each thread has its own: what the run gives lies in a graph's memory, to be read before the thread's next run.
     """
 
-    def __init__(self, reads: Reads, tables: Sequence[WorkTables | None], counted: WorkTables | None) -> None:
-        """`counted`: the one of the work tables that reads how many tiles the lists leave."""
-        self._reads, self._tables, self._counted = reads, tables, counted
-        lists = reads.lists
+    def __init__(
+        self,
+        reads: Reads,
+        tables: Sequence[WorkTables | None],
+        made: Sequence[WorkTables],
+        counted: WorkTables | None,
+    ) -> None:
+        """`made`: those of the work tables that hang on tensors; `counted`: the one that reads what lists count."""
+        self._reads, self._tables, self._made, self._counted = reads, tables, made, counted
         self._derived = [c for c in reads.captured if c in reads.upkeep.derived]
-        self._made = [t for t in tables if t is not None and t.hangs_on_tensors(lists is not None and t is counted)]
-        given = [*reads.program.captures, *self._derived, *([] if lists is None else lists.sources)]
-        for table in self._made:
-            given += table.captures
+        listed, of_lists = ((), ()) if reads.lists is None else (reads.lists.captures, reads.lists.sources)
+        given = [*reads.program.captures, *self._derived, *of_lists, *(c for table in made for c in table.captures)]
         self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
         at_call = {c: n for n, c in enumerate(reads.program.captures)}
         self._given = [(c, at_call.get(c)) for c in self._sources]
-        found = {c: n for n, c in enumerate([*self._derived, *([] if lists is None else lists.captures)])}
+        found = {c: n for n, c in enumerate([*self._derived, *listed])}
         self._places = [(c, found.get(c), at_call.get(c)) for c in reads.captured]
         self._run = Rerun(self._compute)
 
