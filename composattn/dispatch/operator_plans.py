@@ -8,6 +8,7 @@ where it did before, so it serves one call at a time: of several threads each ge
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -16,8 +17,8 @@ from ..graph.borrowed import Borrowed, FormCapture
 from .captured import refuse_flattened
 from .planned import Planned
 
-LIMIT = 1024  # forms of calls; the oldest go first
-_plans: dict[Hashable, list[OperatorPlan]] = {}
+LIMIT = 64  # forms of calls, of which each may hold tables and graphs; those that were not used for longest go first
+_plans: OrderedDict[Hashable, list[OperatorPlan]] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -75,14 +76,17 @@ def plan_in_use(
         else:
             told.append(firsts[t._cdata])
     key = tuple(told)
-    found = _plans.get(key)
-    for plan in found or ():
-        if plan.begin():
-            return plan
+    with _lock:
+        known = _plans.get(key)
+        if known is not None:
+            _plans.move_to_end(key)
+            for plan in known:
+                if plan.begin():
+                    return plan
     made = OperatorPlan(tensors, make)
     made.begin()
     with _lock:
-        while len(_plans) >= LIMIT:
-            del _plans[next(iter(_plans))]
         _plans.setdefault(key, []).append(made)
+        while len(_plans) > LIMIT:
+            _plans.popitem(last=False)
     return made

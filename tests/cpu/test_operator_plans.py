@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(replayed.GRAPHS, "cpu", Graph)
     monkeypatch.setattr(matches, "derives_anew", lambda: True)
     monkeypatch.setattr(replayed, "_turns", {})
-    monkeypatch.setattr(operator_plans, "_plans", {})
+    monkeypatch.setattr(operator_plans, "_plans", OrderedDict())
     monkeypatch.setattr(Graph, "replays", 0)
     torch._dynamo.reset()
     yield
@@ -126,7 +127,7 @@ def test_a_new_block_mask_in_each_compiled_step_is_one_replay_in_each_direction(
         found = compiled(noted, blocks_of(n, size.length))
         replays = Graph.replays - before
         with pytest.MonkeyPatch.context() as anew:
-            anew.setattr(operator_plans, "_plans", {})
+            anew.setattr(operator_plans, "_plans", OrderedDict())
             assert_same(found, other(noted, blocks_of(n, size.length)))
     assert replays == 2
 
@@ -154,6 +155,19 @@ def test_other_memory_of_one_form_takes_the_plan_of_before(monkeypatch: pytest.M
         (found,), (wanted,) = (torch.autograd.grad(o.sin().sum(), [q]) for o in (out, attend(q, ids)))
         torch.testing.assert_close(found, wanted)
     assert len(made) == 1
+
+
+def test_plans_of_lengths_that_do_not_come_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_plans, "LIMIT", 3)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def attend(q: torch.Tensor, ids: torch.Tensor) -> Any:
+        return ca.attention(q, q, q, mask_mod=lambda b, h, i, j: ids[i] == ids[j])
+
+    for length in (20, 30, 40, 20, 50, 60, 20):
+        attend(torch.randn(1, 2, length, 8), torch.arange(length) // 7)
+    lengths = [key[1][0][0] for key in operator_plans._plans]  # type: ignore[index]
+    assert lengths == [50, 60, 20]
 
 
 def test_calls_of_several_threads_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
