@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,13 @@ class Explanation:
     rows: tuple[tuple[str, str], ...]
     tiles: TileCounts
     flops: int
+    mask: Mask = dataclasses.field(default=ALL, repr=False)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the mask's first positions, and the rows as a table."""
+        escaped = ((html.escape(heading), html.escape(text)) for heading, text in self.rows)
+        table = "".join(f"<tr><th>{heading}</th><td><pre>{text}</pre></td></tr>" for heading, text in escaped)
+        return f"{self.mask.svg()}<table>{table}</table>"
 
     def __str__(self) -> str:
         width = max(len(heading) for heading, _ in self.rows) + 2
@@ -110,7 +118,8 @@ def explain(attn: Pinned, inputs: Inputs, *, emulate: bool = False) -> Explanati
 
         target = planned_for(attn.options.backend)
         rows.append(("emulated", str(count(random_run(problem, program, target)))))
-    return Explanation(tuple(row for row in rows if row[1]), tiles, flops)
+    mask = ALL if program.mask is None else Mask(program.mask)
+    return Explanation(tuple(row for row in rows if row[1]), tiles, flops, mask)
 
 
 Lengths = list[tuple[int, int]]  # queries and keys of every sequence

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import PALE, SEEN, Drawing
-
+from composattn.analysis.drawing import PALE, SEEN, Drawing
 from composattn.graph.philox import ONE, kept
 
 PICTURE = Path(__file__).with_name("plots") / "dropout.svg"

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import HIDDEN, INK, PALE, SEEN, TESTED, WHOLE, Drawing
 
 import composattn as ca
 from benchmarks.report import speed_markers, with_speeds
 from composattn import mods
+from composattn.analysis.pictures import of_mask
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 
@@ -162,6 +160,7 @@ import torch
 
 import composattn as ca
 from composattn import mods
+from composattn.analysis.pictures import of_mask
 ```
 """
 
@@ -180,64 +179,15 @@ def kinds(mask: Mask, tile: int) -> torch.Tensor:
 
 
 def mask_picture(mask: Mask, title: str, tile: int) -> str:
-    cell = 4
-    drawn = Drawing(SIZE * cell + 20, SIZE * cell + 20, title)
-    drawn.rect(10, 10, SIZE * cell, SIZE * cell, HIDDEN)
-    found = kinds(mask, tile)
-    drawn.cells(10, 10, tile * cell, found == 1, TESTED)
-    drawn.cells(10, 10, cell, mask.dense(SIZE, SIZE)[0, 0], SEEN)
-    drawn.cells(10, 10, tile * cell, found == 2, WHOLE)
-    for n in range(SIZE // tile + 1):
-        at, end = 10 + n * tile * cell, 10 + SIZE * cell
-        drawn.line([(at, 10), (at, end)], edge="#ffffff", width=0.8)
-        drawn.line([(10, at), (end, at)], edge="#ffffff", width=0.8)
-    return drawn.svg()
-
-
-def heat_picture(score: Score, title: str) -> str:
-    """What a score mod adds to a score of 0, at the pairs that a causal mask leaves; dark is most."""
-    cell, levels = 4, 12
-    q, kv = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
-    zero = torch.zeros(SIZE, SIZE)
-    added = score(zero, torch.zeros_like(q), torch.zeros_like(q), q, kv, q_len=SIZE, kv_len=SIZE)
-    visible = q >= kv
-    low, high = added[visible].min(), added[visible].max()
-    level = ((added - low) / (high - low) * (levels - 1)).round()
-    drawn = Drawing(SIZE * cell + 20, SIZE * cell + 20, title)
-    drawn.rect(10, 10, SIZE * cell, SIZE * cell, HIDDEN)
-    for n in range(levels):
-        part = n / (levels - 1)
-        mixed = (round(pale + (dark - pale) * part) for pale, dark in zip((222, 235, 242), (24, 60, 90), strict=True))
-        drawn.cells(10, 10, cell, visible & (level == n), "#" + "".join(f"{c:02x}" for c in mixed))
-    return drawn.svg()
-
-
-def curve_picture(score: Score, title: str, reach: float = 90.0) -> str:
-    """A score mod that depends on the score alone, from -reach to reach."""
-    side = SIZE * 4
-    drawn = Drawing(side + 20, side + 20, title)
-    xs = torch.linspace(-reach, reach, 121)
-    zero = torch.zeros(121, dtype=torch.int64)
-    ys = score(xs, zero, zero, zero, zero)
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (round(10 + side * (x / reach + 1) / 2, 1), round(10 + side * (1 - y / reach) / 2, 1))
-
-    drawn.line([at(-reach, 0), at(reach, 0)])
-    drawn.line([at(0, -reach), at(0, reach)])
-    drawn.line([at(-reach, -reach), at(reach, reach)], edge=HIDDEN, width=2)
-    drawn.line([at(x, y) for x, y in zip(xs.tolist(), ys.tolist(), strict=True)], edge=SEEN, width=2.5)
-    drawn.text(*at(reach * 0.98, -reach * 0.08), f"score {reach:g}", anchor="end", fill=PALE)
-    drawn.text(*at(reach * 0.04, reach * 0.38), f"{max(ys.tolist()):.1f}", fill=INK)
-    return drawn.svg()
+    return of_mask(mask.dense(SIZE, SIZE)[0, 0], kinds(mask, tile), (tile, tile), title)
 
 
 def picture(entry: Entry) -> str:
     mod = made(entry)
     if isinstance(mod, Mask):
         return mask_picture(mod, entry.title, entry.tile)
-    draw: Callable[[Score, str], str] = curve_picture if entry.name == "softcap" else heat_picture
-    return draw(mod, entry.title)
+    assert isinstance(mod, Score)
+    return mod.named(entry.title).svg(SIZE)
 
 
 def caption(entry: Entry) -> str:

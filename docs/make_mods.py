@@ -58,8 +58,9 @@ HEAD = """\
 
 `from composattn.mods import causal, ...`. Masks join with `&`, `|`, `~`; score mods with `>>` (then) and `+` (both
 changes). A plain function may stand on either side. Pictures show 16 queries (rows) by 16 keys (columns), `■` where
-a query may attend to a key. Formulas are what notebooks show of a mod (`_repr_latex_`): $s$ is the score, $t_n$ are
-captured tensors; its derivatives, which the backward computes, are below each score mod. The [gallery](gallery.md) has
+a query may attend to a key, as `print(mask)` does. Notebooks show a picture of a mod
+(`recipes/pictures.ipynb` is an example); formulas are what `_repr_latex_` gives: $s$ is the score, $t_n$ are captured
+tensors; its derivatives, which the backward computes, are below each score mod. The [gallery](gallery.md) has
 larger pictures, and speeds.
 
 The blocks of this page run as they stand, in order, behind this one:
@@ -77,12 +78,6 @@ def functions(module: Any) -> list[Callable[..., Any]]:
     return sorted(made, key=lambda f: inspect.unwrap(f).__code__.co_firstlineno)
 
 
-def picture(mask: Mask) -> Iterator[str]:
-    visible = mask.dense(SIZE, SIZE)[0, 0]
-    for row in visible:
-        yield " ".join("■" if seen else "·" for seen in row.tolist())
-
-
 def entry(fn: Callable[..., Any]) -> Iterator[str]:
     name = fn.__name__
     # annotations are strings until they are asked for, and would be printed with quotes
@@ -96,7 +91,7 @@ def entry(fn: Callable[..., Any]) -> Iterator[str]:
         yield f"```python\n{example}\n```\n"
         yield f"$${definition(mod.expr)}$$\n"
         if isinstance(mod, Mask):
-            yield "```\n" + "\n".join(picture(mod)) + "\n```\n"
+            yield "```\n" + mod.grid(SIZE) + "\n```\n"
 
 
 def page() -> str:

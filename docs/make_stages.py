@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from drawing import GREEN, HIDDEN, INK, ORANGE, PALE, PAPER, SEEN, TESTED, WHOLE, Drawing
-
 import composattn as ca
+from composattn.analysis.drawing import GREEN, HIDDEN, INK, ORANGE, PALE, PAPER, SEEN, TESTED, WHOLE, Drawing
 from composattn.graph.expr import Expr, Rate, walk
 from composattn.mods import causal
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..analysis import picture
+from ..analysis import picture, pictures
 from ..graph.among import plain
 from ..graph.expr import const
 from ..graph.form import joined
@@ -19,6 +19,7 @@ from ..graph.trace import arity, trace_mask
 from .mod import Mod, asked_by_dynamo, formed
 
 _INDICES = ("b", "h", "q", "kv")
+SHOWN = 64  # positions on a side of a picture in a notebook
 
 
 class Mask(Mod):
@@ -125,6 +126,27 @@ class Mask(Mod):
 
         return describe(plain(self.expr))
 
+    def svg(self, q_len: int = SHOWN, kv_len: int | None = None, tile: tuple[int, int] = (8, 8)) -> str:
+        """The mask at b 0, h 0 as SVG text: pairs that are seen, in tiles that are skipped, tested or seen whole.
+
+        Grey tiles are skipped, in blue ones each pair is tested, green ones are seen whole. Needs no matplotlib. S²
+        work: for some hundred positions. Raises: `InvalidArgument` for lengths below 1.
+        """
+        kv_len = q_len if kv_len is None else kv_len
+        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
+        pairs, kinds = self.dense(q_len, kv_len)[0, 0].cpu(), self.tiles(q_len, kv_len, tile)[0, 0].cpu()
+        return pictures.of_mask(pairs, kinds, tile, self.name)
+
+    def _repr_svg_(self) -> str:
+        """What notebooks show: the first positions."""
+        return self.svg()
+
+    def grid(self, size: int = 16) -> str:
+        """The first `size` queries (rows) and keys (columns) as text: ■ where a query may attend to a key."""
+        picture.check_sizes(1, q_len=size)
+        rows = self.dense(size, size)[0, 0].tolist()
+        return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in rows)
+
     def picture(
         self,
         path: str | os.PathLike[str],
@@ -137,9 +159,13 @@ class Mask(Mod):
     ) -> None:
         """Save an image of the mask at b 0, h 0: visible pairs dark, its partial and full tiles shaded.
 
-        Raises: `MissingDependency` without matplotlib.
+        A path that ends in .svg gets what `svg()` draws. Raises: `MissingDependency` for others without matplotlib.
         """
         kv_len = q_len if kv_len is None else kv_len
+        if os.fspath(path).endswith(".svg"):
+            with open(path, "w") as file:
+                file.write(self.svg(q_len, kv_len, tile))
+            return
         picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
         visible = self.dense(q_len, kv_len, batch, heads)
         picture.draw(path, visible, picture.tiles_of(visible, tile), tile, title=self.name)
@@ -161,6 +187,13 @@ class Mask(Mod):
 
     def __repr__(self) -> str:
         return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
+    def __str__(self) -> str:
+        """What `print` shows: the name, and the first pairs."""
+        return f"{self.name}\n{self.grid()}"
 
 
 def _operand(side: Any, sign: str) -> Mask:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..graph.expr import score
+from ..analysis import pictures
+from ..graph.expr import Dep, score
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_score
-from .mask import Mask
+from .mask import SHOWN, Mask
 from .mod import Mod, asked_by_dynamo, formed
 
 _LEAVES = ("score", "b", "h", "q", "kv")
@@ -59,6 +60,24 @@ class Score(Mod):
         """
         at = dict(zip(_LEAVES, (score, b, h, q_idx, kv_idx), strict=True))
         return self.at(at, {"q_len": q_len, "kv_len": kv_len})
+
+    def svg(self, size: int = SHOWN) -> str:
+        """What it does to scores, at b 0, h 0, as SVG text; needs no matplotlib.
+
+        Where it depends on the score alone, the curve from -90 to 90; else what it adds to a score of 0 at the first
+        `size` queries (rows) and the keys (columns) up to them, dark where most.
+        """
+        zeros = torch.zeros(121, dtype=torch.int64)
+        if not self.expr.deps & (Dep.B | Dep.H | Dep.Q | Dep.KV):
+            return pictures.of_curve(lambda scores: self(scores, zeros, zeros, zeros, zeros), self.name)
+        q, kv = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+        first, scores = torch.zeros_like(q), torch.zeros(size, size)
+        added = self.to("cpu")(scores, first, first, q, kv, q_len=size, kv_len=size).detach().float()
+        return pictures.of_changes(added.expand(size, size), q >= kv, self.name)
+
+    def _repr_svg_(self) -> str:
+        """What notebooks show."""
+        return self.svg()
 
     def __rshift__(self, other: Any) -> Score:
         return Score.joined("then", ">>", self, other if isinstance(other, Score) else _operand(other, ">>"))

@@ -65,7 +65,7 @@ def drawn(
         return made.permute(*(order.index(name) for name in "bhsd"))
 
     q, k, v = (rows(count) for count in (heads[0], heads[1], heads[1]))
-    return Case(q, k, v, mask_mod=mask, name=str(mask))
+    return Case(q, k, v, mask_mod=mask, name=mask.name)
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
-"""Pictures of the pages as SVG text: the same objects give the same bytes, so that tests can compare them."""
+"""Pictures as SVG text, of mods and of pages: equal objects give equal bytes, so that tests can compare them.
+
+A picture has a light and a dark form, of which the reader's browser takes one (`prefers-color-scheme`).
+"""
 
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,10 +15,15 @@ INK, PALE = "#1f2933", "#6b7785"
 PAPER, HIDDEN = "#ffffff", "#eef0f2"
 TESTED, SEEN, WHOLE = "#cfe3ee", "#31688e", "#35b779"
 GREEN, ORANGE = "#bfe6d2", "#f2dcb3"
+DARK = {
+    INK: "#e4e7eb", PALE: "#9aa5b1", PAPER: "#1e2129", HIDDEN: "#2b2f38", TESTED: "#2d4f63", SEEN: "#8cc4e8",
+    WHOLE: "#2a9d68", GREEN: "#2c5a45", ORANGE: "#6b5426",
+}  # fmt: skip
+"""What each colour is on dark paper."""
 
 
 class Drawing:
-    """An SVG of a given size, in pixels, on white paper: it is read in dark pages too."""
+    """An SVG of a given size, in pixels, on paper of its own."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -52,8 +61,10 @@ class Drawing:
 
     def cells(self, x: float, y: float, size: float, shown: torch.Tensor, fill: str) -> None:
         """The true cells of a matrix (rows, columns), each `size` wide, as one path of runs."""
-        runs = (f"M{x + start * size:g} {y + row * size:g}h{(end - start) * size:g}v{size:g}H{x + start * size:g}z"
-                for row, start, end in runs_of(shown))  # fmt: skip
+        runs = (
+            f"M{x + start * size:g} {y + row * size:g}h{(end - start) * size:g}v{rows * size:g}H{x + start * size:g}z"
+            for row, rows, start, end in runs_of(shown)
+        )
         path = "".join(runs)
         if path:
             self.parts.append(f'<path d="{path}" fill="{fill}"/>')
@@ -61,23 +72,33 @@ class Drawing:
     def svg(self) -> str:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif" role="img">'
+            f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif" role="img" class="composattn">'
         )
         arrow = (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{PALE}"/></marker></defs>'
         )
         paper = f'<rect width="{self.width:g}" height="{self.height:g}" rx="6" fill="{PAPER}"/>'
-        return "\n".join([head, f"<title>{html.escape(self.title)}</title>", arrow, paper, *self.parts, "</svg>\n"])
+        title = f"<title>{html.escape(self.title)}</title>"
+        return "\n".join([head, title, _STYLE, arrow, paper, *self.parts, "</svg>\n"])
 
 
-def runs_of(shown: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(row, first, end) of each run of true values in a matrix."""
-    for number, row in enumerate(shown.tolist()):
-        start = None
+# attributes are weaker than any rule; the class keeps the rules inside of pictures, where these stand in a page
+_RULES = "".join(
+    f'.composattn [{of}="{light}"]{{{of}:{dark}}}' for light, dark in DARK.items() for of in ("fill", "stroke")
+)
+_STYLE = f"<style>@media (prefers-color-scheme: dark){{{_RULES}}}</style>"
+
+
+def runs_of(shown: torch.Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """(row, rows, first, end) of each run of true values in a matrix; rows that are alike are one, so many high."""
+    number = 0
+    for row, alike in itertools.groupby(shown.tolist()):
+        rows, start = len(list(alike)), None
         for column, value in enumerate([*row, False]):
             if value and start is None:
                 start = column
             elif not value and start is not None:
-                yield number, start, column
+                yield number, rows, start, column
                 start = None
+        number += rows
