@@ -51,7 +51,8 @@ def flex_attention(
 
     Raises: what `Attention` raises; `GroupMismatch` for unequal head counts without `enable_gqa`;
     `BlockMaskMismatch`; `UnsupportedOption` for `return_lse` with `return_aux`, or a BACKEND in `kernel_options` that
-    torch does not know. Other `kernel_options` tune torch's kernels: here they have no effect, and give a warning.
+    torch does not know. Other `kernel_options` of torch tune its kernels and change nothing here; a warning names those
+    that torch has not.
     """
     if (
         block_mask is not None
@@ -127,7 +128,7 @@ def _check_aux(return_aux: Any, return_lse: bool) -> None:
 
 
 def _check_kernel(kernel_options: Any) -> None:
-    """Raises `UnsupportedOption`; warns of options that have no effect here."""
+    """Raises `UnsupportedOption`; warns of options that torch does not have, which change nothing either."""
     if not isinstance(kernel_options, dict):
         raise errors.UnsupportedOption(f"kernel_options is {kernel_options!r}; torch takes a dict, or None")
     kernel = kernel_options.get("BACKEND", "AUTO")
@@ -136,10 +137,12 @@ def _check_kernel(kernel_options: Any) -> None:
             f"kernel_options has BACKEND {kernel!r}, torch has {', '.join(KERNELS)}; to choose who computes here, pass "
             "backend="
         )
-    if kernel_options:
-        warnings.warn(
-            f"kernel_options {sorted(kernel_options)} tune torch's kernels and have no effect here", stacklevel=3
-        )
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+    known = FlexKernelOptions.__annotations__  # they tune torch's kernels: no result hangs on them
+    unknown = [name for name in kernel_options if str(name).removeprefix("fwd_").removeprefix("bwd_") not in known]
+    if unknown:
+        warnings.warn(f"kernel_options has {sorted(unknown)}, which torch has not; they have no effect", stacklevel=3)
 
 
 # --- torch's BlockMask as a Mask --------------------------------------------------------------------------------

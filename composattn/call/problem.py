@@ -270,7 +270,9 @@ def refuse_foreign(name: str, t: torch.Tensor) -> None:
     if hasattr(t, "to_local"):
         raise errors.UnsupportedTransform(
             f"{name} is a {type(t).__name__}; attend to local tensors, .to_local(), with mods that read what "
-            "belongs to the heads or the batch of this rank; DTensor.from_local(out, ...) after"
+            "belongs to the heads or the batch of this rank; DTensor.from_local(out, ...) after. Or let "
+            "torch.distributed.tensor.experimental.local_map do both: local_map(call, out_placements=..., "
+            "in_placements=...)(q, k, v)"
         )
     if torch._C._get_tracing_state() is not None:
         raise errors.UnsupportedTransform(

@@ -1,4 +1,4 @@
-"""`flash_attn_func` and `flash_attn_varlen_func` with flash-attn's arguments, computed by composattn.
+"""`flash_attn_func`, `flash_attn_varlen_func` and their kin of packed tensors, computed by composattn.
 
     from composattn.integrations.flash_attn import flash_attn_func
 
@@ -16,7 +16,7 @@ import torch
 from ..api import attention
 from ..call.problem import refuse_unreadable
 from ..call.sequences import Varlen
-from ..errors import UnknownKeyword, UnsupportedOption, WrongRank
+from ..errors import ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
 from ..mods.mask import Mask
 from ..mods.masks import causal as causal_mask
 from ..mods.masks import sliding_window
@@ -103,6 +103,55 @@ def flash_attn_varlen_func(
         q, k, v, varlen=varlen, return_lse=return_attn_probs, sinks=learnable_sink, backend=backend, **options
     )
     return (*got, None) if return_attn_probs else got
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """out (B, S, H, D) of q, k and v packed in one tensor (B, S, 3, H, D).
+
+    Other arguments and errors as of `flash_attn_func`. Source: flash_attn.flash_attn_qkvpacked_func, version 2.8.
+    """
+    return flash_attn_func(*_packed("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
+
+
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """out (B, Sq, Hq, D) of q (B, Sq, Hq, D), and k and v packed in one tensor (B, Skv, 2, Hkv, D).
+
+    Other arguments and errors as of `flash_attn_func`. Source: flash_attn.flash_attn_kvpacked_func, version 2.8.
+    """
+    return flash_attn_func(q, *_packed("kv", kv, 2, "(B, Skv, 2, Hkv, D)"), *args, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Any:
+    """out (total, H, D) of sequences whose q, k and v are packed in one tensor (total, 3, H, D).
+
+    Other arguments and errors as of `flash_attn_varlen_func`. Source: flash_attn.flash_attn_varlen_qkvpacked_func,
+    version 2.8.
+    """
+    parts = _packed("qkv", qkv, 3, "(total, 3, H, D)")
+    return flash_attn_varlen_func(*parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+
+
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """out (total_q, Hq, D) of q (total_q, Hq, D), and k and v packed in one tensor (total_k, 2, Hkv, D).
+
+    Other arguments and errors as of `flash_attn_varlen_func`. Source: flash_attn.flash_attn_varlen_kvpacked_func,
+    version 2.8.
+    """
+    return flash_attn_varlen_func(q, *_packed("kv", kv, 2, "(total_k, 2, Hkv, D)"), *args, **options)
+
+
+def _packed(name: str, tensor: torch.Tensor, count: int, shape: str) -> tuple[torch.Tensor, ...]:
+    """The parts of a tensor that are packed before its heads, as views. Raises: `WrongRank`, `ShapeMismatch`."""
+    refuse_unreadable(name, tensor)
+    if tensor.ndim != shape.count(",") + 1:
+        raise WrongRank(f"{name} needs {shape}, got {tuple(tensor.shape)}")
+    if tensor.shape[-3] != count:
+        raise ShapeMismatch(
+            f"{name} needs {shape}, got {tuple(tensor.shape)}: {count} tensors are packed before the heads"
+        )
+    return tensor.unbind(-3)
 
 
 def _options(

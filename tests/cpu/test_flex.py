@@ -84,10 +84,19 @@ def test_scale_is_taken(generator: torch.Generator) -> None:
     close(ca.flex_attention(q, k, v, scale=0.7), theirs(q, k, v, scale=0.7))
 
 
-def test_kernel_options_warn_that_they_have_no_effect(generator: torch.Generator) -> None:
+def test_what_tunes_the_kernels_of_torch_is_taken_without_a_word(generator: torch.Generator) -> None:
     q, k, v = inputs(generator)
-    with pytest.warns(UserWarning, match="no effect"):
-        ca.flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    options = {"BLOCK_M": 64, "fwd_num_stages": 2, "bwd_BLOCK_N1": 32, "PRESCALE_QK": True, "BACKEND": "TRITON"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ca.flex_attention(q, k, v, kernel_options=options)
+    assert torch.equal(found, ca.flex_attention(q, k, v))
+
+
+def test_kernel_options_that_torch_has_not_are_named(generator: torch.Generator) -> None:
+    q, k, v = inputs(generator)
+    with pytest.warns(UserWarning, match=r"\['BLOCKM'\], which torch has not"):
+        ca.flex_attention(q, k, v, kernel_options={"BLOCKM": 64, "BLOCK_N": 64})
 
 
 def test_block_lists_that_differ_from_the_mask_are_honoured(generator: torch.Generator) -> None:

@@ -486,9 +486,10 @@ def test_jit_trace_is_refused_by_name(generator: torch.Generator) -> None:
             torch.jit.trace(lambda *x, attend=attend: attend(*x), tuple(inputs))
 
 
-def test_dtensors_are_refused_by_name(generator: torch.Generator, tmp_path: Any) -> None:
+def test_dtensors_are_refused_by_name_and_served_by_local_map(generator: torch.Generator, tmp_path: Any) -> None:
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+    from torch.distributed.tensor.experimental import local_map
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
@@ -499,10 +500,14 @@ def test_dtensors_are_refused_by_name(generator: torch.Generator, tmp_path: Any)
         attention(*inputs)
         for mixed in itertools.product(*zip(inputs, spread[:3], strict=True)):
             if any(isinstance(t, DTensor) for t in mixed):
-                with pytest.raises(ca.errors.UnsupportedTransform, match="to_local"):
+                with pytest.raises(ca.errors.UnsupportedTransform, match=r"to_local.*local_map"):
                     attention(*mixed)
         with pytest.raises(ca.errors.UnsupportedTransform, match="captured tensor is a DTensor"):
             ca.attention(*inputs, score_mod=alibi(spread[3]))
+        by_heads = [Shard(1)]
+        mapped = local_map(attention, out_placements=by_heads, in_placements=(by_heads,) * 3, device_mesh=mesh)
+        found = mapped(*(DTensor.from_local(t, mesh, by_heads) for t in inputs))
+        assert found.placements == tuple(by_heads) and torch.equal(found.to_local(), attention(*inputs))
     finally:
         dist.destroy_process_group()
 

@@ -129,7 +129,7 @@ DIFFERENCES = [
         lambda: ca.flex_attention(Q[0], K[0], V[0]), errors.WrongRank,
     ),
     Difference(
-        "`kernel_options`", "tune its kernels", "a warning, nothing else",
+        "`kernel_options`", "tune its kernels", "nothing; a warning names those that torch has not",
         "the kernels differ; ours take `ca.Schedule`",
         quiet(lambda: ca.flex_attention(Q, K, V, kernel_options={"BLOCK_M": 16})),
     ),

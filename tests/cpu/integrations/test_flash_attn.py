@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from composattn import errors
+from composattn.integrations import flash_attn
 from composattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 
@@ -131,3 +132,34 @@ def test_what_is_no_tensor_is_refused_by_name() -> None:
         flash_attn_func(q, q.tolist(), q)
     with pytest.raises(errors.UnsupportedLayout, match=r"v is torch\.sparse_coo"):
         flash_attn_func(q, q, q.to_sparse())
+
+
+def test_tensors_that_are_packed_in_one_are_those_apart() -> None:
+    q, k, v = torch.randn(3, 2, 12, 4, 8).unbind(0)
+    options = {"causal": True, "window_size": (5, 0), "softmax_scale": 0.3}
+    qkv = torch.stack([q, k, v], 2).requires_grad_()
+    apart, packed = flash_attn_func(q, k, v, **options), flash_attn.flash_attn_qkvpacked_func(qkv, **options)
+    assert torch.equal(packed, apart)
+    (gradient,) = torch.autograd.grad(packed.sum(), qkv)
+    assert gradient.shape == qkv.shape and bool(gradient[:, :, 2].abs().sum() > 0)
+    kv = torch.stack([k, v], 2)[:, :, :, :2]
+    assert torch.equal(
+        flash_attn.flash_attn_kvpacked_func(q, kv, 0.0, 0.3, True), flash_attn_func(q, *kv.unbind(2), 0.0, 0.3, True)
+    )
+
+
+def test_sequences_that_are_packed_in_one_tensor_are_those_apart() -> None:
+    q, k, v = torch.randn(3, 12, 4, 8).unbind(0)
+    begins = torch.tensor([0, 5, 12], dtype=torch.int32)
+    apart = flash_attn_varlen_func(q, k, v, begins, begins, 7, 7, causal=True)
+    packed = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), begins, 7, causal=True)
+    assert torch.equal(packed, apart)
+    of_keys = torch.stack([k, v], 1)
+    assert torch.equal(flash_attn.flash_attn_varlen_kvpacked_func(q, of_keys, begins, begins, 7, 7, causal=True), apart)
+
+
+def test_what_is_packed_otherwise_is_refused_by_name() -> None:
+    with pytest.raises(errors.WrongRank, match=r"qkv needs \(B, S, 3, H, D\)"):
+        flash_attn.flash_attn_qkvpacked_func(torch.randn(2, 12, 4, 8))
+    with pytest.raises(errors.ShapeMismatch, match="2 tensors are packed before the heads"):
+        flash_attn.flash_attn_kvpacked_func(torch.randn(2, 12, 4, 8), torch.randn(2, 12, 3, 4, 8))
