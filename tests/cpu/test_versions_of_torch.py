@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +12,8 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.graph import taught
+from composattn.dispatch import serialized
+from composattn.graph import form, taught
 from composattn.graph.taught import is_known, version_of_torch
 
 Q = torch.randn(2, 4, 12, 8, generator=torch.Generator().manual_seed(5))
@@ -67,3 +71,11 @@ def test_a_clamp_keeps_its_gradient_at_its_ends_as_that_of_torch_did_before_2_15
     )
     (ours,) = torch.autograd.grad(lse.sum(), shift)
     assert ours.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("writes", [serialized.serialize, serialized._names, form._written])
+def test_text_that_a_region_writes_has_no_conversion_in_an_f_string(writes: Callable[..., object]) -> None:
+    """The Dynamo of torch 2.11 forgets `!r` and `%r` under Python 3.13: strings were written bare."""
+    tree = ast.parse(inspect.getsource(writes))
+    converted = [node for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.conversion != -1]
+    assert [ast.unparse(node) for node in converted] == []
