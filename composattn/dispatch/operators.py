@@ -271,7 +271,8 @@ def attend_backward(
         said = _forward_of(saved)
         if said is not None:
             said.lay.refuse_moved((*captured, *lengths))
-        bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, said and said.now)
+        since = None if said is None else said.now
+        bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, since)
         with bound.around, autocast_off(q):
             captures = bound.planned.program.captures
             asked: dict[Capture, bool] = {}

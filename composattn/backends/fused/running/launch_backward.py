@@ -218,7 +218,8 @@ class BackwardLauncher:
         """What the mods read, and the tables."""
         with derived_for_graph(self.reads.program.captures, captured):
             if self.one_run is not None and derives_for_itself():
-                return self.one_run(captured, made)
+                reads, (of_queries, of_keys) = self.one_run(captured, made)
+                return reads, (of_queries, of_keys)
             reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
             tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
             if self.standing is not None and not derives_anew():
