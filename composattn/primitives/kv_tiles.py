@@ -81,7 +81,7 @@ class TileRanges(Fixed):
 class Run(Fixed):
     """The tiles of one interval after the first tile of all was taken out: `first` and `count - 1` below it.
 
-    Those in [full_start, full_stop) need no test.
+    Those in [full_start, full_stop) need no test. `taken`: whether the first tile was of this one, 0 or 1.
     """
 
     first: Any
@@ -89,9 +89,15 @@ class Run(Fixed):
     full_start: Any
     full_stop: Any
     shape: IntervalShape
+    taken: Any = 0
 
     def tile(self, i: Any) -> Any:
         return self.first - i
+
+    def whole(self) -> Run:
+        """With the first tile of all, if that was taken out of this one: it is tested wherever it lies."""
+        shape = dataclasses.replace(self.shape, right=True)
+        return dataclasses.replace(self, first=self.first + self.taken, count=self.count + self.taken, shape=shape)
 
     def tile_ranges(self) -> list[TileRange]:
         if not self.shape.full:
@@ -110,9 +116,14 @@ class ListedRun(Fixed):
     start: Any
     count: Any
     tested: bool
+    taken: Any = 0
 
     def tile(self, i: Any) -> Any:
         return self.row[self.start + i]
+
+    def whole(self) -> ListedRun:
+        """With the first tile of all, if that was taken out of this one."""
+        return dataclasses.replace(self, start=self.start - self.taken, count=self.count + self.taken)
 
     def tile_ranges(self) -> list[ListedRun]:
         return [self]
@@ -133,6 +144,10 @@ class TileSequence(Fixed):
     def tile_ranges(self) -> list[TileRange] | list[ListedRun]:
         """The ranges of all runs."""
         return [tile_range for run in self.runs for tile_range in run.tile_ranges()]  # type: ignore[return-value]
+
+    def whole(self) -> TileSequence:
+        """With the first tile in its run, for kernels whose pipelines don't start with one that stands apart."""
+        return dataclasses.replace(self, runs=[run.whole() for run in self.runs])  # type: ignore[arg-type]
 
     def rounds(self) -> tuple[TileRanges, TileRanges]:
         """(tested, free): those of `tile_ranges`, as many of each, to go over by turns; not of lists."""
@@ -211,7 +226,7 @@ def visit(
             if shape.left:
                 full_start = larger((larger(full_begin, 0) + (tile_n - 1)) // tile_n, start)
                 full_start = smaller(full_start, full_stop)
-        runs.append(Run(stop - 1, count, full_start, full_stop, shape))
+        runs.append(Run(stop - 1, count, full_start, full_stop, shape, taken))
     return TileSequence(first, total, runs, spans)
 
 
@@ -264,7 +279,7 @@ def listed(row: Any, partial: Any, full: Any, some: KvPart | Portion = WHOLE) ->
         first,
         tests + frees,
         [
-            ListedRun(row, tested + from_tested, tests - from_tested, True),
-            ListedRun(row, free + from_free, frees - from_free, False),
+            ListedRun(row, tested + from_tested, tests - from_tested, True, from_tested),
+            ListedRun(row, free + from_free, frees - from_free, False, from_free),
         ],
     )
