@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import MaskKind, ModsKind, mask_of, mods_of
-from ..fused.planning.plan import interval_shape
+from ..fused.planning.call_class import MaskKind, mask_of, mods_of
 from ..fused.planning.tables import Evidence, Table, matches, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
@@ -44,13 +43,13 @@ class Shape:
 class Facts(NamedTuple):
     """What rows of the table ask for.
 
-    `widest` of D and Dv on chip; `few`: queries' rows do not fill more than the smallest tile; `light`: what mods need
-    beside scores leaves registers for 64 keys of 32 rows a warp.
+    `widest` of D and Dv on chip; `few`: queries' rows do not fill more than the smallest tile; `mask`: which keys they
+    see.
     """
 
     widest: int
     few: bool
-    light: bool
+    mask: MaskKind
 
 
 FILE = Path(__file__).with_name("tables.json")
@@ -72,16 +71,9 @@ def _chosen(problem: Problem, program: Program, target: Target) -> tuple[WarpTil
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     # the keys of a tile may not depend on how many queries there are where bits may not
     few = queries(problem) * slots(heads) <= FEW and not problem.schedule.batch_invariant
-    facts = Facts(max(d, dv), few, is_light(problem, program))
+    facts = Facts(max(d, dv), few, mask_of(problem, program))
     tilings = ((shaped(row.says, d, dv, heads, problem), row.evidence) for row in SHAPES if matches(facts, row.pattern))
     return next((tiling, evidence) for tiling, evidence in tilings if fits(tiling, target))
-
-
-def is_light(problem: Problem, program: Program) -> bool:
-    """Whether mods keep little in registers: no number of rows but where their keys end."""
-    from_the_first = all(not interval_shape(interval).left for interval in program.intervals)
-    of_scores = mods_of(program) in (ModsKind.PLAIN, ModsKind.OF_SCORE)
-    return of_scores and from_the_first and mask_of(problem, program) in (MaskKind.NONE, MaskKind.BOUNDS)
 
 
 def fits(tiling: WarpTiling, target: Target) -> bool:
