@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Dep, Expr, const, index, walk
+from ..graph.expr import Dep, DType, Expr, const, index, walk
 from ..graph.ops import apply
 from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
@@ -28,13 +28,28 @@ POSITIONS = Dep.Q | Dep.KV
 
 
 @dataclasses.dataclass(frozen=True)
+class CutRow:
+    """The last row of an image, of which only the first `columns` are there: the one `at` in the image.
+
+    A strip's queries have it at row `q_row` and its keys at row `kv_row`, with which a tile begins: copies bring it by
+    a descriptor of its own. Between the rows before and it there may be some that are not there.
+    """
+
+    at: int
+    columns: int
+    q_row: int
+    kv_row: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Strips:
     """Strips of an image of `columns` columns. Keys begin `before` columns in front of the queries, also outside.
 
     `beyond`: whether the mask's own terms would show columns that are outside, as those of causal axes do.
     `several_axes`: rows are of more than one axis, so those that a row sees need not lie together.
     `apart`: columns of a strip; its keys are `wide` columns. `above`: rows in front of the image's first one with which
-    keys begin, so that tiles of keys begin where rows of queries do that see them.
+    keys begin, so that tiles of keys begin where rows of queries do that see them. `cut`: the last row, where it is not
+    whole.
     """
 
     columns: int
@@ -43,6 +58,7 @@ class Strips:
     several_axes: bool = False
     apart: int = WIDTHS[0]
     above: int = 0
+    cut: CutRow | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -60,27 +76,32 @@ class Strips:
 
     def queries_of(self, length: int) -> int:
         """Queries of a strip of images of `length` positions."""
-        return length // self.columns * self.apart
+        return (length // self.columns if self.cut is None else self.cut.q_row + 1) * self.apart
 
     def keys_of(self, length: int) -> int:
         """Keys of a strip, those above the image counted."""
-        return (length // self.columns + self.above) * self.wide
+        return (length // self.columns + self.above if self.cut is None else self.cut.kv_row + 1) * self.wide
 
     @property
     def words(self) -> str:
         """For people to read."""
         keys = f"keys of {self.wide} from {self.before} before"
         above = f" and {self.above} rows above" if self.above else ""
-        return f"{self.count} of {self.apart} columns of an image of {self.columns}, {keys}{above}"
+        cut = "" if self.cut is None else f", with {self.cut.columns} columns of a last row"
+        return f"{self.count} of {self.apart} columns of an image of {self.columns}, {keys}{above}{cut}"
 
     def mask(self, mask: Expr) -> Expr:
         """`of` a mask, false outside of the image."""
-        places, inside = self._places(), []
+        inside = []
+        column = self._places()[_coordinates("kv", self.columns)[1]]
         if self.above:
             inside.append(apply("ge", index("kv"), const(self.above * self.wide)))
         if self.beyond:
-            column = places[_coordinates("kv", self.columns)[1]]
             inside += [apply("ge", column, const(0)), apply("lt", column, const(self.columns))]
+        if self.cut is not None:
+            before = self._before_cut(self.cut)
+            inside.append(apply("or", before, apply("ge", index("kv"), const(self.cut.kv_row * self.wide))))
+            inside.append(apply("or", before, apply("lt", column, const(self.cut.columns))))
         return functools.reduce(partial(apply, "and"), inside, self.of(mask))
 
     def of(self, graph: Expr) -> Expr:
@@ -97,9 +118,22 @@ class Strips:
             row, column = _coordinates(name, wide)
             if name == "kv" and self.above:
                 row = apply("sub", row, const(self.above))
-            own = row, apply("add", column, start)
+            own = self._in_image(name, row), apply("add", column, start)
             places |= dict(zip(_coordinates(name, self.columns), own, strict=True))
         return places
+
+    def _in_image(self, name: str, row: Expr) -> Expr:
+        """The row of the image by that of a strip, of which those that are not there count as others."""
+        if self.cut is None:
+            return row
+        if name == "q":
+            return apply("minimum", row, const(self.cut.at))
+        missing = self.cut.kv_row - self.above - self.cut.at
+        return apply("where", self._before_cut(self.cut), row, apply("sub", row, const(missing)))
+
+    def _before_cut(self, cut: CutRow) -> Expr:
+        """Whether a key is of a row before the cut one."""
+        return apply("lt", index("kv"), const((cut.at + self.above) * self.wide))
 
 
 def in_columns(term: Expr, wide: int, name: str = "kv") -> bool:
@@ -108,6 +142,14 @@ def in_columns(term: Expr, wide: int, name: str = "kv") -> bool:
     """
     of = index(name).deps
     return bool(term.deps & of) and not _deps_without(term, _coordinates(name, wide)[1]) & of
+
+
+def either(term: Expr, wide: int, name: str = "kv") -> tuple[Expr, Expr] | None:
+    """What a term says that holds in some rows, or in some columns: (of rows, of columns), each as of `in_columns`."""
+    if term.op != "or" or term.dtype is not DType.BOOL:
+        return None
+    rows, columns = sorted(term.args, key=lambda part: in_columns(part, wide, name))
+    return (rows, columns) if in_columns(columns, wide, name) and not in_columns(rows, wide, name) else None
 
 
 def reads_image(graph: Expr, columns: int) -> bool:
@@ -130,28 +172,23 @@ def rows_seen(mask: Expr, columns: int, rows: tuple[int, int], heads: int) -> to
     return found
 
 
-def tiles_seen(seen: torch.Tensor, tile: tuple[int, int]) -> list[float]:
+def tiles_seen(seen: torch.Tensor, tile: tuple[int, int], cut: bool = False) -> list[float]:
     """How many tiles of keys a tile of queries visits, on average, by the rows that see each other (`rows_seen`): where
     keys begin no row, one, ... above the image, fewer than a tile has.
 
-    `tile`: rows of either.
+    `tile`: rows of either. `cut`: whether tiles begin with the last row.
     """
-    (q_rows, kv_rows), (m, n) = seen.shape, tile
-    of_queries = pad(seen, (0, 0, 0, -q_rows % m)).unflatten(0, (-1, m)).any(1)
+    kv_rows, (m, n) = seen.shape[1], tile
+    parts = [seen[:-1], seen[-1:]] if cut else [seen]
+    of_queries = torch.cat([pad(rows, (0, 0, 0, -len(rows) % m)).unflatten(0, (-1, m)).any(1) for rows in parts])
     places = (torch.arange(kv_rows) + torch.arange(n)[:, None, None]) // n  # by rows above, of each row of keys
+    last = (kv_rows + n - 1) // n + 1
+    if cut:
+        places[..., -1] = last
     shape = n, len(of_queries), kv_rows
-    rows = torch.zeros(n, shape[1], (kv_rows + n - 1) // n + 1, dtype=torch.int32)
+    rows = torch.zeros(n, shape[1], last + 1, dtype=torch.int32)
     rows.scatter_add_(2, places.expand(shape), of_queries.int().expand(shape))
     return ((rows > 0).sum((1, 2)) / shape[1]).tolist()
-
-
-def from_rows(graph: Expr, columns: int, q_row: int, kv_row: int) -> Expr:
-    """`graph`, which `reads_image` alone, for queries and keys from these rows of the image on."""
-    places = {}
-    for name, first in (("q", q_row), ("kv", kv_row)):
-        row = _coordinates(name, columns)[0]
-        places[row] = apply("add", row, const(first))
-    return substitute(in_image(graph, columns), places)
 
 
 def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:

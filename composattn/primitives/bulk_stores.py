@@ -1,11 +1,12 @@
 """Bulk copies from shared memory to tensors."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean
 
-from .kv_source import partition
+from .cut_rows import partition, store
 
 
 def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
@@ -21,17 +22,10 @@ def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
         start(*output)
 
 
-def start(mine, tma, shared: cute.Tensor, tiles: cute.Tensor, number) -> None:
+def start(mine, tma, shared: cute.Tensor, tiles: Any, number) -> None:
     """Starts the copy of an output, see `send`."""
     source, target = partition(tma, shared, tiles)
-    _copy_if(mine, tma, source, target[None, number])
-
-
-@cute.jit
-def _copy_if(condition: Boolean, tma, source, target):
-    if condition:
-        cute.copy(tma, source, target)
-        cute.arch.cp_async_bulk_commit_group()
+    store(mine, tma, source, target, number)
 
 
 @cute.jit

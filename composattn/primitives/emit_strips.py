@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..analysis.residues import terms
-from ..analysis.strips import in_columns
+from ..analysis.strips import either, in_columns
 from ..graph.expr import Expr
 from .emit import WORD, Evaluator
 from .score_tile import ScoreTile
@@ -39,8 +39,13 @@ class StripWords(abc.ABC):
         assert mask is not None, "strips are a mask's"
         every = list(terms(mask))
         self.of_columns = [term for term in every if in_columns(term, wide, self.name)]
-        self.of_rows = [term for term in every if not in_columns(term, wide, self.name)]
-        self.columns = [self._columns(tile, line) for line in range(self.lines(tile))]
+        others = [term for term in every if not in_columns(term, wide, self.name)]
+        self.either = [found for term in others if (found := either(term, wide, self.name)) is not None]
+        self.of_rows = [term for term in others if either(term, wide, self.name) is None]
+        self.columns = [self._columns(tile, line, self.of_columns) for line in range(self.lines(tile))]
+        self.of_either = [
+            [self._columns(tile, line, [column]) for _, column in self.either] for line in range(self.lines(tile))
+        ]
 
     @abc.abstractmethod
     def places(self, tile: ScoreTile) -> tuple[int, ...]:
@@ -61,12 +66,12 @@ class StripWords(abc.ABC):
     def evaluator(self, tile: ScoreTile) -> Evaluator:
         return Evaluator(self.mods.mods, self.mods.leaves, tile, self.mods.work)
 
-    def _columns(self, tile: ScoreTile, line: int) -> Any:
-        """The word of columns that a line shows, the same for each row of the image."""
+    def _columns(self, tile: ScoreTile, line: int, of_columns: list[Expr]) -> Any:
+        """The word of columns that a line shows by these terms, the same for each row of the image."""
         at = self.evaluator(tile)
         shown: Any = Int32(0)
         for c in range(self.width):
-            seen = _all([self.value(at, term, line, c) for term in self.of_columns])
+            seen = _all([self.value(at, term, line, c) for term in of_columns])
             shown = shown | choose(seen, Int32(1 << c), Int32(0))
             at.forget_element()
         return _unknown(shown * sum(1 << first for first in range(0, WORD, self.width)))
@@ -78,12 +83,18 @@ class StripWords(abc.ABC):
         for line in range(self.lines(tile)):
             for word in range(0, count, WORD):
                 rows: Any = Int32(0)
+                by_rows: list[Any] = [Int32(0) for _ in self.either]
                 for c in range(word, min(word + WORD, count), self.width):
                     seen = [self.value(at, term, line, c) for term in self.of_rows]
                     shown = Int32(((1 << self.width) - 1) << (c - word))
                     rows = rows | choose(_all([*seen, *self.inside(tile, line, c)]), shown, Int32(0))
+                    for i, (row, _) in enumerate(self.either):
+                        by_rows[i] = by_rows[i] | choose(self.value(at, row, line, c), shown, Int32(0))
                     at.forget_element()
-                words.append(self.columns[line] & rows)
+                found = self.columns[line] & rows
+                for of_rows, of_columns in zip(by_rows, self.of_either[line], strict=True):
+                    found = found & (of_rows | of_columns)
+                words.append(found)
         return tuple(words)
 
 

@@ -13,19 +13,10 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
+from .cut_rows import load, partition
 from .seqlen import DenseSequence, PackedSequence, PagedRows, PagedSequence, Rows
 from .values import Bundle, Fixed, choose, smaller
-
-
-def partition(
-    tma: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor, modes: int = 2
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """(copy, stage or nothing) of shared memory and (copy, tile) of the tensor, for tiles of so many dimensions."""
-    return cpasync.tma_partition(  # type: ignore[no-any-return]
-        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, modes), cute.group_modes(tiles, 0, modes)
-    )
 
 
 class Pages(Bundle):
@@ -66,13 +57,13 @@ class DenseKV(Fixed):
 
 @dataclasses.dataclass
 class WholeTiles(Fixed):
-    tma: cute.CopyAtom
-    source: cute.Tensor
+    tma: Any
+    source: Any
     target: cute.Tensor
 
     def start(self, at: Int32, stage: Int32, bar: cute.Pointer) -> None:
         """Starts the copy of a tile into a stage; it completes on `bar`."""
-        cute.copy(self.tma, self.source[None, at], self.target[None, stage], tma_bar_ptr=bar)
+        load(self.tma, self.source, at, self.target[None, stage], bar)
 
 
 @dataclasses.dataclass

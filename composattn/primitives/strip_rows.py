@@ -3,6 +3,8 @@
 Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes of some columns of some image rows, which
 come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
 one reach beyond the image, where copies find zeros. Of their gradients each strip has a part, in an entry of its own.
+
+A last row that is cut has a descriptor of its own, in which it is as wide as it is, and the only row: a tile begins with it.
 """
 
 from __future__ import annotations
@@ -13,36 +15,47 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..analysis.strips import Strips
+from .cut_rows import CutRows, TilesOfCut
 from .seqlen import DenseRows, PackedRows, PagedRows, WholeSequence
 from .seqlen import rows_of as unstripped
-from .values import Bundle
+from .values import Bundle, aligned
 
 
 class StripRows(Bundle):
     """Rows of tensors (B, H, S, ...), positions of an image with so many `columns`: sequence b is a strip of an entry.
 
     Strips begin `apart` columns apart, the first one `before` the image, and `above` rows above it; each is `wide`
-    columns wide.
+    columns wide. `last`: where the last row is, if it is cut.
     """
 
     parts = ("length",)
 
-    def __init__(self, positions: Int32, columns: int, apart: int, wide: int, before: int = 0, above: int = 0) -> None:
-        """On the host; `positions` of the image."""
-        self.columns, self.apart, self.wide, self.before, self.above = columns, apart, wide, before, above
-        self.length = (positions // columns + above) * wide
+    def __init__(self, strips: Strips, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
+        """On the host; whole `rows` of the image, and those of a strip up to the `last` one."""
+        self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
+        self.cut, self.last = strips.cut, last
+        self.length = (rows + above if last is None else Int32(last + 1)) * wide
 
     @property
     def count(self) -> int:
         """Strips of an image, of which the last one may have columns beyond it."""
         return -(-self.columns // self.apart)
 
-    def for_copies(self, tensor: cute.Tensor) -> cute.Tensor:
+    def for_copies(self, tensor: cute.Tensor) -> Any:
         """(B, H, S, D) as ((columns, image rows), D, H, B): what a bulk copy's descriptor is made from."""
         (batch, heads, length, columns), (entry, head, row, column) = tensor.shape, tensor.stride
-        shape = ((self.columns, length // self.columns), columns, heads, batch)
         stride = ((row, row * self.columns), column, head, entry)
-        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+        def image(start: Any, wide: Any, rows: Any) -> cute.Tensor:
+            return cute.make_tensor(start, cute.make_layout(((wide, rows), columns, heads, batch), stride=stride))
+
+        rows = length // self.columns
+        whole = image(tensor.iterator, self.columns, rows)
+        if self.cut is None:
+            return whole
+        start = aligned(tensor.iterator + rows * self.columns * row)
+        return CutRows(whole, image(start, length - rows * self.columns, Int32(1)))
 
     for_loads = for_copies
     for_parts = staticmethod(DenseRows.for_copies)  # (B * count, H, rows, D), which each strip has an entry of
@@ -63,18 +76,29 @@ class StripSequence(WholeSequence):
 
     def has(self, row: Any) -> Any:
         """Whether there is such a row of the strip, in the image."""
-        inside = row < self.length
-        if self.of.columns % self.of.apart:
-            inside = inside & (self.strip * self.of.apart - self.of.before + row % self.of.wide < self.of.columns)
+        of, inside = self.of, row < self.length
+        column = self.strip * of.apart - of.before + row % of.wide
+        if of.columns % of.apart:
+            inside = inside & (column < of.columns)
+        if of.cut is not None:
+            is_last = (row >= of.last * of.wide) & (column < of.cut.columns)
+            inside = inside & ((row < of.cut.at * of.wide) | is_last)
         return inside
 
-    def tiles(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any = 0) -> cute.Tensor:
+    def tiles(self, tensor: Any, h: Int32, tile: tuple[int, int], column: Any = 0) -> Any:
         """(rows, columns, number of the tile) of a tensor made by `for_copies`, or by `for_parts`."""
+        if isinstance(tensor, CutRows):
+            whole, last = self._boxes(tensor.whole, h, tile, column), self._boxes(tensor.last, h, tile, column, True)
+            return TilesOfCut(whole, last, self.of.last * self.of.wide // tile[0])
         if not isinstance(tensor.shape[0], tuple):
             entry = self.b * self.of.count + self.strip
             return cute.local_tile(tensor[None, None, h, entry], tile, (None, column))
-        first = self.strip * self.of.apart - self.of.before
-        rows = cute.domain_offset(((first, -self.of.above), 0), tensor[None, None, h, self.b])
+        return self._boxes(tensor, h, tile, column)
+
+    def _boxes(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any, is_last: bool = False) -> Any:
+        """The tiles of whole rows, or those by whose numbers the last row is found, which is the tensor's only one."""
+        first = self.strip * self.of.apart - self.of.before, -(self.of.last if is_last else self.of.above)
+        rows = cute.domain_offset((first, 0), tensor[None, None, h, self.b])
         return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
 
     def stored(
@@ -90,6 +114,9 @@ class StripSequence(WholeSequence):
         rows = tensor[index]
         (row, *strides), (length, *sizes) = rows.stride, rows.shape
         shape, stride = ((self.of.wide, length // columns), *sizes), ((row, row * columns), *strides)
+        if self.of.cut is not None:  # the row behind all that are before the last one, by a step of its own
+            in_rows = (row * columns, row * columns * self.of.cut.at)
+            shape, stride = ((self.of.wide, (self.of.last, 2)), *sizes), ((row, in_rows), *strides)
         strip = cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=stride))
         return cute.domain_offset(((self.strip * self.of.apart, 0), *(0 for _ in beside)), strip)
 
@@ -107,5 +134,7 @@ def rows_of(layout: Any, q: cute.Tensor, k: cute.Tensor, sequences: Any) -> tupl
     strips = layout.strips
     if strips is None:
         return unstripped(layout, q, k, sequences)
-    queries = StripRows(Int32(q.shape[2]), strips.columns, strips.apart, strips.apart)
-    return queries, StripRows(Int32(k.shape[2]), strips.columns, strips.apart, strips.wide, strips.before, strips.above)
+    q_rows, kv_rows = [Int32(t.shape[2]) // strips.columns for t in (q, k)]
+    q_last, kv_last = (None, None) if strips.cut is None else (strips.cut.q_row, strips.cut.kv_row)
+    queries = StripRows(strips, q_rows, strips.apart, last=q_last)
+    return queries, StripRows(strips, kv_rows, strips.wide, strips.before, strips.above, kv_last)

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
 from ...primitives.dynamic_scheduler import DynamicScheduler
-from ...primitives.kv_source import partition
+from ...primitives.cut_rows import bulk_copy, load, partition
 from ...primitives.pipelines import Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose, narrow, permuted
@@ -65,8 +65,7 @@ class HopperBackwardExchange(HopperBackwardApart):
 
     def loads_across(self, mQ, mdO, mK):
         """Columns of K, of the other block's keys."""
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return [cpasync.make_tiled_tma_atom(load, mK, across_layout(self.tiling), self.across_box)]
+        return [bulk_copy(cpasync.CopyBulkTensorTileG2SOp(), mK, across_layout(self.tiling), self.across_box)]
 
     def load_keys(self, call, block, work, kv_slot):
         bar = block.kv_edge.acquire(kv_slot)
@@ -77,7 +76,7 @@ class HopperBackwardExchange(HopperBackwardApart):
             (tmas.across[0], tensors.across[0], self.across_box, rank(), block.sKthere, other()),
         ):
             target, source = partition(tma, shared, work.keys.tiles(tensor, work.kv_head, box, column))
-            cute.copy(tma, source[None, 2 * work.n + of], target, tma_bar_ptr=bar)
+            load(tma, source, 2 * work.n + of, target, bar)
 
     @cute.jit
     def help_producer(self, call, block, warp):

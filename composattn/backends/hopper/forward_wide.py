@@ -6,7 +6,8 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
-from ...primitives.kv_source import kv_source, partition
+from ...primitives.cut_rows import load, partition
+from ...primitives.kv_source import kv_source
 from ...primitives.lanes import add
 from ...primitives.online_softmax import largest_scores
 from ...primitives.pipelines import BoundEdge, Copies, Edge
@@ -71,7 +72,7 @@ class WideLoad(Role):
             gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
             bar = block.q_edge.acquire(q_slot)
             tQsQ, tQgQ = partition(call.tmas.q, block.sQ, gQ)
-            cute.copy(call.tmas.q, tQgQ[None, work.m], tQsQ, tma_bar_ptr=bar)
+            load(call.tmas.q, tQgQ, work.m, tQsQ, bar)
         tiles = self.kernel.kv_tiles(call, work)
         source = kv_source(work.keys, work.kv_head, tiling.tile_n)
         sK, sV = (block.of_group(slices, self.number) for slices in block.copied_slices)

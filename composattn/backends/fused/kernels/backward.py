@@ -11,12 +11,12 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
+from ....primitives.cut_rows import bulk_copy, descriptors, load, partition
 from ....primitives.dynamic_scheduler import DynamicScheduler
 from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_metadata import KeyTileMetadata
 from ....primitives.emit_tiles import query_tiles_of
-from ....primitives.kv_source import partition
 from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
@@ -84,10 +84,10 @@ class Backward(Kernel, Generic[AnyTiling]):
         layouts = self.layouts()
         row_layout, sharing = cute.make_layout((tiling.tile_m,)), self.plan.tiling.sharing
         statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        read, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = [
             *self.loads(mQ, mdO, mK, mV, layouts, queries, keys),
-            cpasync.make_tiled_tma_atom(load, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
+            cpasync.make_tiled_tma_atom(read, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
@@ -130,14 +130,14 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def loads(self, mQ: Any, mdO: Any, mK: Any, mV: Any, layouts: Any, queries: Any, keys: Any) -> list:
         """Copies of tiles of Q, dO, K and V."""
-        tiling, load, first = self.tiling, cpasync.CopyBulkTensorTileG2SOp(), [0, 1]
+        tiling, op, first = self.tiling, cpasync.CopyBulkTensorTileG2SOp(), [0, 1]
         q_box, dout_box = [in_copies(queries, tiling.tile_m, width) for width in (tiling.d, tiling.dv)]
         k_box, v_box = [in_copies(keys, tiling.block_keys, width) for width in (tiling.d, tiling.dv)]
         return [
-            cpasync.make_tiled_tma_atom(load, mQ, cute.select(layouts.q, first), q_box),
-            cpasync.make_tiled_tma_atom(load, mdO, cute.select(layouts.dout, first), dout_box),
-            cpasync.make_tiled_tma_atom(load, mK, layouts.k, k_box),
-            cpasync.make_tiled_tma_atom(load, mV, layouts.v, v_box),
+            bulk_copy(op, mQ, cute.select(layouts.q, first), q_box),
+            bulk_copy(op, mdO, cute.select(layouts.dout, first), dout_box),
+            bulk_copy(op, mK, layouts.k, k_box),
+            bulk_copy(op, mV, layouts.v, v_box),
         ]
 
     def loads_across(self, mQ: Any, mdO: Any, mK: Any) -> list:
@@ -172,7 +172,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         call = BackwardCall(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in tmas.every:
+            for tma in descriptors(tmas.every):
                 cpasync.prefetch_descriptor(tma)
         block = self.block(layouts, counter)
         start_edges(block.edges, warp)
@@ -354,8 +354,8 @@ class Backward(Kernel, Generic[AnyTiling]):
         tKsK, tKgK = partition(tmas.k, block.sK, gK)
         tVsV, tVgV = partition(tmas.v, block.sV, gV)
         bar = block.kv_edge.acquire(kv_slot)
-        cute.copy(tmas.k, tKgK[None, work.n], tKsK, tma_bar_ptr=bar)
-        cute.copy(tmas.v, tVgV[None, work.n], tVsV, tma_bar_ptr=bar)
+        load(tmas.k, tKgK, work.n, tKsK, bar)
+        load(tmas.v, tVgV, work.n, tVsV, bar)
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):
@@ -385,13 +385,13 @@ class Backward(Kernel, Generic[AnyTiling]):
                     m = run.tile(i)
                     padded = work.padded.first + m
                     bar = block.q_edge.acquire(q_slot)
-                    cute.copy(tmas.q, tQgQ[None, m], tQsQ[None, q_slot.index], tma_bar_ptr=bar)
+                    load(tmas.q, tQgQ, m, tQsQ[None, q_slot.index], bar)
                     cute.copy(tmas.rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
                     if const_expr(self.delta_with_q):
                         cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, q_slot.index], tma_bar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
-                    cute.copy(tmas.dout, tdOgdO[None, m], tdOsdO[None, do_slot.index], tma_bar_ptr=bar)
+                    load(tmas.dout, tdOgdO, m, tdOsdO[None, do_slot.index], bar)
                     if const_expr(not self.delta_with_q):
                         cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()

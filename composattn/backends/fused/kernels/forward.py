@@ -9,6 +9,7 @@ from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
+from ....primitives.cut_rows import descriptors
 from ....primitives.emit import Mods
 from ....primitives.emit_tiles import kv_tiles_of
 from ....primitives.gqa_packing import HeadRows
@@ -109,9 +110,8 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
 def prefetch(call: cutlass.Constexpr[ForwardCall], condition):
     """The descriptors of the bulk copies, by the warp where the condition holds."""
     if condition:
-        for tma in call.tmas:
-            if const_expr(tma is not None):
-                cpasync.prefetch_descriptor(tma)
+        for tma in descriptors(call.tmas):
+            cpasync.prefetch_descriptor(tma)
 
 
 class Role(Fixed, abc.ABC):

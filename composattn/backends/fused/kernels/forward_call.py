@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ....primitives.cut_rows import bulk_copy
 from ....primitives.emit import Leaves
 from ....primitives.equal_stream_k import EqualStreamK
 from ....primitives.gqa_packing import HeadRows
@@ -88,18 +89,18 @@ def bulk_operands(
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     box, wide = heads.box(rows), given.q.element_type.width // 8
     q_box, o_box = in_copies(queries, box, tiling.d), in_copies(queries, box, tiling.output_columns)
-    tma_q, tQ = cpasync.make_tiled_tma_atom(load, host.q, tile_layout(rows, tiling.d, element_bytes=wide), q_box)
+    tma_q, tQ = bulk_copy(load, host.q, tile_layout(rows, tiling.d, element_bytes=wide), q_box)
     (k_rows, k_columns), (v_rows, v_columns) = tiling.key_box, tiling.value_box
     k_box, v_box = (copied_rows(keys, k_rows), k_columns), (copied_rows(keys, v_rows), v_columns)
-    tma_k, tK = cpasync.make_tiled_tma_atom(load, host.k, key_layout(*k_box), in_copies(keys, *k_box))
-    tma_v, tV = cpasync.make_tiled_tma_atom(load, host.v, key_layout(*v_box), in_copies(keys, *v_box))
+    tma_k, tK = bulk_copy(load, host.k, key_layout(*k_box), in_copies(keys, *k_box))
+    tma_v, tV = bulk_copy(load, host.v, key_layout(*v_box), in_copies(keys, *v_box))
     tma_o = None
     if plan.direct_store:
         tO = plain_output(plan, given)
     else:
         in_segments = plan.has_segments  # of one head
         mO = queries.for_stores(given.out, rows) if in_segments else heads.view(queries.for_copies(given.out))
-        tma_o, tO = cpasync.make_tiled_tma_atom(store, mO, tile_layout(rows, tiling.output_columns), o_box)
+        tma_o, tO = bulk_copy(store, mO, tile_layout(rows, tiling.output_columns), o_box)
     return ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(tQ, tK, tV, tO)
 
 

@@ -17,7 +17,6 @@ from ..tiles.target import Target
 from .apart import CallApart, GeneratedCall, Make
 from .dequantised import dequantised
 from .invariant import invariant
-from .last_row import without_last_row
 from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
 from .residues import by_residues
 from .segments import in_segments
@@ -26,7 +25,6 @@ from .widened import in_64_bits
 
 REWRITES: dict[str, Callable[[Posed], Found]] = {
     "residues": by_residues,
-    "last row": without_last_row,
     "dequantised": dequantised,
     "64 bits": in_64_bits,
     "batch-invariant": invariant,
@@ -34,8 +32,8 @@ REWRITES: dict[str, Callable[[Posed], Found]] = {
     "segments": in_segments,
 }
 """In the order in which they are tried, each on what those before have made of the call."""
-TAKE_APART = ["residues", "last row"]
-"""The first ones, which make several calls of one, of which each is rewritten from the beginning."""
+TAKE_APART = ["residues"]
+"""Those that make several calls of one, of which each is rewritten from the beginning."""
 
 
 class Rewriting(NamedTuple):

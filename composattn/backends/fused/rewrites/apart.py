@@ -1,6 +1,6 @@
 """A call that a rewrite took apart, as several: views of its tensors go in, results go into views of the whole ones.
 
-Queries of the parts never overlap. Keys may, and then their gradients are sums: those of later parts are added.
+Neither queries nor keys of the parts overlap.
 """
 
 from __future__ import annotations
@@ -87,14 +87,6 @@ class CallApart:
         return AttendApart(self, return_max_scores)
 
 
-def _add_shared(grads: Grads, places: Gradients, shared: int) -> None:
-    """Gradients of keys, of which the first `shared` are sums with those of earlier parts, into their places."""
-    for grad, place in zip(grads[1:], places[1:], strict=True):
-        assert grad is not None
-        place[:, :, :shared] += grad[:, :, :shared]
-        place[:, :, shared:] = grad[:, :, shared:]
-
-
 class AttendApart:
     """One differentiable call: a `Differentiable`."""
 
@@ -158,11 +150,7 @@ class AttendApart:
             of_dlse = None if dlse is None else p.queries.of(dlse)
             known = known._replace(q=of_q, k=p.keys.of(k), v=p.keys.of(v), out=of_out, lse=of_lse, dout=of_dout)
             known = known._replace(dlse=of_dlse)
-            places = p.queries.of(dq), p.keys.of(dk), p.keys.of(dv)
-            if p.shared:
-                _add_shared(begun.backward(known, (places[0], *map(torch.empty_like, places[1:]))), places, p.shared)
-            else:
-                begun.backward(known, places)
+            begun.backward(known, (p.queries.of(dq), p.keys.of(dk), p.keys.of(dv)))
         return whole
 
     def _parts(self) -> Iterator[tuple[Part, Any]]:

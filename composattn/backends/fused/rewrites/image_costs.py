@@ -46,8 +46,6 @@ COSTS: dict[tuple[Direction, int], Cost] = {
 }
 MEMORY = 4.0  # bytes a picosecond with which parts of dK and dV are read and added: 202 MB in 50.5 us
 JOIN = 5.0  # microseconds of a kernel more, which adds them: an estimate, nobody timed it alone
-# Microseconds of the GPU between calls, and for the kernels around one more of them: estimates, nobody timed them alone
-ANOTHER: dict[Direction, float] = {"forward": 6.0, "backward": 30.0}
 
 
 def microseconds(posed: Posed, visits: float, tile: Tile) -> float:

@@ -45,10 +45,10 @@ class Rewritten(NamedTuple):
 
 class Rows(NamedTuple):
     """Rows of sequences of a call, as sequences of a part: place i of the s-th one is row first + s + i * step of entry
-    `b`; of no entry in particular: row first + i of entry s.
+    `b`.
     """
 
-    b: int | None
+    b: int
     first: int
     sequences: int
     length: int
@@ -56,8 +56,6 @@ class Rows(NamedTuple):
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """(sequences, H, length, ...) of t (B, H, S, ...), as a view."""
-        if self.b is None:
-            return t[:, :, self.first : self.first + self.length]
         batch, head, position, *inner = t.stride()
         size = (self.sequences, t.shape[1], self.length, *t.shape[3:])
         start = t.storage_offset() + self.b * batch + self.first * position
@@ -65,15 +63,11 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One launch of a call that was taken apart: of which of the `calls`, and where its rows lie in those of the whole.
-
-    Of its keys the first `shared` ones have been keys of an earlier part too.
-    """
+    """One launch of a call that was taken apart: of which of the `calls`, and where its rows lie in those of the whole."""
 
     call: int
     queries: Rows
     keys: Rows
-    shared: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 
 from ....analysis.intervals import Tiles
 from ....analysis.program import Program
-from ....analysis.strips import Strips, all_strips, reads_image, rows_seen, tiles_seen
+from ....analysis.strips import CutRow, Strips, all_strips, reads_image, rows_seen, tiles_seen
 from ....analysis.tiles import EMPTY, kinds, useful_cuts
 from ....call.problem import Problem, StripLayout
 from ....graph.expr import Dep, Expr
@@ -41,18 +42,19 @@ class Counted(NamedTuple):
     @staticmethod
     def in_strips(posed: Posed, strips: Strips) -> Counted:
         """A `posed` that is whole, in these, or in the same whose keys begin some rows above the image."""
-        problem, tile = posed.problem, _tile(_cut(posed, strips))
-        rows = problem.q_len // strips.columns, problem.kv_len // strips.columns
+        problem, tile, is_cut = posed.problem, _tile(_cut(posed, strips)), bool(posed.problem.q_len % strips.columns)
+        rows = -(-problem.q_len // strips.columns), -(-problem.kv_len // strips.columns)
         assert posed.program.mask is not None
         seen = rows_seen(posed.program.mask, strips.columns, rows, problem.q_heads)
         of_tile = tile.queries // strips.apart, tile.keys // strips.wide
-        counts = tiles_seen(seen, of_tile)
+        counts = tiles_seen(seen, of_tile, is_cut)
         if strips.is_whole and posed.direction == "backward":
             counts = counts[:1]  # gradients of the only strip's keys are the image's, which has no rows above it
         fewest, above = min((tiles, above) for above, tiles in enumerate(counts))
         visits = tile.keys / 128 * fewest
-        cut = _cut(posed, dataclasses.replace(strips, above=above))
-        of_image = strips.count * strips.apart / strips.columns
+        last = _last_row(posed, strips, above) if is_cut else None
+        cut = _cut(posed, dataclasses.replace(strips, above=above, cut=last))
+        of_image = strips.count * cut.problem.q_len / problem.q_len
         return Counted(cut, visits * of_image, microseconds(cut, visits, tile))
 
     @staticmethod
@@ -71,7 +73,7 @@ def by_strips(posed: Posed) -> Found:
     problem, program = posed.problem, posed.program
     if program.mask is None or not problem.layout.is_dense or posed.tiling_is_given:
         return Nothing()
-    refused = {strips: _not_served(problem, program, strips) for strips in all_strips(program.mask)}
+    refused = {strips: _not_served(posed, strips) for strips in all_strips(program.mask)}
     served = [strips for strips, why in refused.items() if not why]
     if not served:
         return Nothing(next(iter(refused.values()), ""))
@@ -88,8 +90,9 @@ def by_strips(posed: Posed) -> Found:
     return Rewritten(cut.posed, f"{strips.words}; {cut.visits:.3g} times 128 keys visited, not {whole.visits:.3g}")
 
 
-def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
+def _not_served(posed: Posed, strips: Strips) -> str:
     """Why the call can't be of strips; empty where it can."""
+    problem, program = posed.problem, posed.program
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > WIDEST:
         return f"D or Dv is {widest}, of more than {WIDEST} tiles are not copied whole"
@@ -105,9 +108,26 @@ def _not_served(problem: Problem, program: Program, strips: Strips) -> str:
     if not all(reads_image(graph, strips.columns) for graph in mods):
         return f"a mod knows positions by more than row and column of an image of {strips.columns} columns"
     for length in (problem.q_len, problem.kv_len):
-        if length % strips.columns or length // strips.columns * strips.apart < LEAST:
+        if length // strips.columns * strips.apart < LEAST:
             return f"{length} positions are not {LEAST // strips.apart} or more whole rows of {strips.columns} columns"
+    lengths = problem.q_len, problem.kv_len
+    if any(length % strips.columns for length in lengths) and problem.q_len != problem.kv_len:
+        return f"{problem.q_len} queries and {problem.kv_len} keys end in rows of {strips.columns} columns that are cut"
+    if problem.q_len % strips.columns and strips.is_whole and posed.direction == "backward":
+        return "gradients of the only strip's keys leave as whole rows, and the last one is cut"
     return ""
+
+
+def _last_row(posed: Posed, strips: Strips, above: int) -> CutRow:
+    """Where a strip's queries and keys have a last row that is cut, as tiles of either order begin with it."""
+    at, columns = divmod(posed.problem.q_len, strips.columns)
+    tiles = _tiles(_cut(posed, strips))
+    q_rows, kv_rows = math.lcm(*(t.queries for t in tiles)), math.lcm(*(t.keys for t in tiles))
+    q_row, kv_row = [
+        -(-rows * wide // tile) * tile // wide
+        for rows, wide, tile in ((at, strips.apart, q_rows), (at + above, strips.wide, kv_rows))
+    ]
+    return CutRow(at, columns, q_row, kv_row)
 
 
 def _cut(posed: Posed, strips: Strips) -> Posed:
@@ -153,14 +173,20 @@ def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
 
 def _tile(posed: Posed) -> Tile:
     """The call's tiles, as far as a fixed order of gradients does not change them."""
+    return _tiles(posed)[0]
+
+
+def _tiles(posed: Posed) -> list[Tile]:
+    """The call's tiles; of gradients also those in a fixed order."""
     problem, program, target = posed.problem, posed.program, posed.target
     if posed.direction == "backward":
-        backward = architecture_of(target).backward_tiling(problem, program, target, False)
-        return Tile(backward.tile_m, backward.tile_n)
+        architecture = architecture_of(target)
+        backward = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
+        return [Tile(tiling.tile_m, tiling.tile_n) for tiling in backward]
     forward = architecture_of(target).forward_tiling(problem, program, target)
     strips = problem.layout.strips
     keys = forward if strips is None else of_whole_rows(forward, strips)
-    return Tile(forward.queries, keys.tile_n, forward.blocks)
+    return [Tile(forward.queries, keys.tile_n, forward.blocks)]
 
 
 def _visited(problem: Problem, program: Program, several_axes: bool, tile: tuple[int, int]) -> float:

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from .....primitives.cut_rows import bulk_copy
 from .....primitives.padded_tiles import PaddedTiles
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import THREADS, load_part
@@ -64,7 +65,7 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
         dq = queries.for_stores(given.dq, self.rows) if self.plan.has_segments else queries.for_copies(given.dq)
         box = in_copies(queries, self.rows, tiling.d)
-        tma, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
+        tma, tensor = bulk_copy(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
         sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.query_tiles, sinks).launch(
             grid=self.blocks(given.dq_accum, given.query_tiles).grid,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from .....primitives.values import narrow
+from .....primitives.values import choose, narrow
 from ...planning.arguments import StripJoinArguments
 from ...planning.plan_backward import StripJoinPlan
 from ...tiles.architecture import Kernel
@@ -55,6 +55,8 @@ class StripJoin(Kernel):
         b, h = sequence // heads, sequence % heads
         if key < length:
             row, column = key // strips.columns + strips.above, key % strips.columns + strips.before
+            if const_expr(strips.cut is not None):
+                row = choose(row == strips.cut.at + strips.above, Int32(strips.cut.kv_row), row)
             strip, within = column // strips.apart, column % strips.apart
             first = b * strips.count + strip, h, row * strips.wide + within
             second = b * strips.count + strip - 1, h, row * strips.wide + within + strips.apart

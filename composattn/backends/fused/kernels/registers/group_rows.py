@@ -8,7 +8,7 @@ from cutlass import Int32, const_expr
 
 from .....primitives.emit_strips import KeyWords
 from .....primitives.equal_stream_k import MetPortion
-from .....primitives.kv_source import partition
+from .....primitives.cut_rows import load, partition
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
 from .....primitives.values import choose, narrow, smaller
@@ -74,7 +74,7 @@ class RowLoad(Role):
         bar = block.q_edge.acquire(q_slot)
         for g in range(block.groups):
             tQsQ, tQgQ = partition(tma, block.queries(g, q_slot), gQ)
-            cute.copy(tma, tQgQ[None, work.m * block.groups + g], tQsQ, tma_bar_ptr=bar)
+            load(tma, tQgQ, work.m * block.groups + g, tQsQ, bar)
 
 
 class RowConsumer(RowGroup):

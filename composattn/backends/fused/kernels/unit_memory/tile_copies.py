@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Boolean, const_expr
 
-from .....primitives.kv_source import partition
+from .....primitives.cut_rows import load, partition, store
 from .....primitives.pipelines import Slot
 from ..forward import KeyCopies, Role
 from .query_tile import of_tile
@@ -33,7 +33,7 @@ class TileLoad(Role):
                 block.q.fill(q_slots[t])
                 tQsQ, tQgQ = partition(tmas.q, block.q_rows[t], gQ)
                 number = work.m * tiling.query_tiles + t
-                cute.copy(tmas.q, tQgQ[None, number], tQsQ, tma_bar_ptr=block.q.full + t)
+                load(tmas.q, tQgQ, number, tQsQ, block.q.full + t)
                 if const_expr(t == 0):
                     copies.start_keys(before, k_slot)
             k_slot = k_slot.next()
@@ -66,8 +66,7 @@ class Store(Role):
                     self.call.tensors.out, work.h, (self.kernel.heads.box(self.kernel.rows), tiling.dv)
                 )
                 source, target = partition(out, block.o_rows[t], gO)
-                cute.copy(out, source, target[None, work.m * tiling.query_tiles + t])
-                cute.arch.cp_async_bulk_commit_group()
+                store(Boolean(True), out, source, target, work.m * tiling.query_tiles + t)
         if const_expr(out is not None):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         for slot in slots:
