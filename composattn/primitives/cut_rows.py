@@ -1,8 +1,8 @@
 """Bulk copies of tiles, also of an image whose last row is cut: whole rows by one descriptor, the last one by another.
 
-A descriptor bounds each of its dimensions for itself. Of an image whose last row has fewer columns one descriptor would
-bring what lies behind the tensor, or leave the row out. So copies see a tensor twice, as whole rows and as the last one,
-and of some tile on it is the last row's copy that brings a tile: one comparison for each.
+A descriptor bounds each of its dimensions for itself. Of an image whose last row has fewer columns, one descriptor
+would bring what lies behind the tensor, or leave the row out. So copies see a tensor twice, as whole rows and as the
+last row. That row begins a tile, whose number tells which of the two copies brings it.
 """
 
 from __future__ import annotations

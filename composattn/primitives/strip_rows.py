@@ -4,7 +4,7 @@ Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes o
 come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
 one reach beyond the image, where copies find zeros. Of their gradients each strip has a part, in an entry of its own.
 
-A last row that is cut has a descriptor of its own, in which it is as wide as it is, and the only row: a tile begins with it.
+A last row that is cut has a descriptor of its own, which ends where the row does; a tile begins with it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis import strips as of_images
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
-from composattn.backends.fused.rewrites import Apart, Posed, image_costs, last_row, rewritten
-from composattn.backends.fused.rewrites.last_row import without_last_row
+from composattn.backends.fused.rewrites import Posed, image_costs, rewritten
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
@@ -184,24 +183,29 @@ def test_tensors_that_a_score_mod_reads_get_the_gradient_of_the_whole_image(
 
 
 @pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("backend", ["hopper-emulated", pytest.param("blackwell-emulated", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sizes", "mask", "score"),
     [
         ((2, 13 * 32 + 7, 64, 64), neighborhood((14, 32), 3), None),
+        ((1, 13 * 41 + 1, 128, 128), neighborhood((14, 41), (3, 5)), None),
         pytest.param((1, 12 * 48 + 47, 64, 48), neighborhood((14, 48), 3), of_distance, marks=pytest.mark.slow),
-        pytest.param((1, 13 * 41 + 1, 128, 128), neighborhood((14, 41), (3, 5)), None, marks=pytest.mark.slow),
+        pytest.param((1, 16 * 24 + 9, 128, 128), neighborhood((17, 24), (5, 7)), None, marks=pytest.mark.slow),
+        pytest.param((1, 16 * 40 + 16, 256, 256), neighborhood((17, 40), 3), None, marks=pytest.mark.slow),
+        pytest.param((1, 21 * 33 + 32, 64, 64), neighborhood((3, 11, 33), 3), None, marks=pytest.mark.slow),
     ],
 )
-def test_images_whose_last_row_is_cut_are_whole_rows_and_a_call_behind_them(
-    sizes: tuple[int, ...], mask: Any, score: Any, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+def test_images_whose_last_row_is_cut_are_strips_with_that_row(
+    sizes: tuple[int, ...], mask: Any, score: Any, backend: str, generator: torch.Generator
 ) -> None:
-    monkeypatch.setattr(last_row, "LONG", 0)
     asked = case(generator, sizes, BF16, mask, score)
-    found = without_last_row(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER))
-    assert isinstance(found, Apart)
-    assert [in_strips(p, "forward", mask_mod=Mask(g.mask)) for p, g in found.calls] == [True, False]
-    check(partial(ca.attention, backend="hopper-emulated"), asked)
-    call = ca.Attention(mask_mod=mask, score_mod=score, backend="hopper-emulated")
+    for direction in ("forward", "backward"):
+        found = rewritten(Posed(Problem.of(asked.q, asked.k, asked.v), asked.program, HOPPER, direction)).posed
+        strips = found.problem.layout.strips
+        assert strips is not None and strips.cut is not None
+        assert (strips.cut.at, strips.cut.columns) == divmod(sizes[1], strips.columns)
+    check(partial(ca.attention, backend=backend), asked)
+    call = ca.Attention(mask_mod=mask, score_mod=score, backend=backend)
     exact = ca.Attention(mask_mod=mask, score_mod=score, backend="reference")
     qkv = asked.q, asked.k, asked.v
     out, lse, top = call(*qkv, return_lse=True, return_max_scores=True)

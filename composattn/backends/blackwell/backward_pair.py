@@ -8,8 +8,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ...primitives.block_pair import LEADER, PairCopies, PairWarps, meet, rank
-from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.cut_rows import partition
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ..fused.kernels.unit_memory.pair_rows import Moving, PairDqRows, PairRows

@@ -9,9 +9,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ...primitives.block_pair import PairCopies, PairWarps, rank
+from ...primitives.cut_rows import partition
 from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.emit_backward import BackwardMods
-from ...primitives.cut_rows import partition
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import Bundle

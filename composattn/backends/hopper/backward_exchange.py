@@ -6,8 +6,8 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
-from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.cut_rows import bulk_copy, load, partition
+from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.pipelines import Copies, Edge, Slot
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose, narrow, permuted

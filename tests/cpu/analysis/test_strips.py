@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 import composattn as ca
 from composattn.analysis.residues import terms
 from composattn.analysis.strips import (
+    CutRow,
     Strips,
     all_strips,
-    from_rows,
+    either,
     in_columns,
     reads_image,
     rows_seen,
@@ -101,22 +102,31 @@ def test_a_mask_in_strips_is_that_of_the_image(name: str) -> None:
 
 
 def _is_that_of_the_image(strips: Strips, whole: Expr) -> None:
-    columns, length = strips.columns, ROWS * strips.columns
+    columns, last = strips.columns, strips.cut
+    length = ROWS * columns if last is None else last.at * columns + last.columns
     of_image = Mask(whole).dense(length, length, 1, 3)[0]
     of_strips = Mask(strips.mask(whole)).dense(strips.queries_of(length), strips.keys_of(length), 2 * strips.count, 3)
     q, kv = torch.arange(strips.queries_of(length)), torch.arange(strips.keys_of(length))
     for b, in_strip in enumerate(of_strips):
         first = b % strips.count * strips.apart
-        there = q % strips.apart + first < columns
-        queries = (q // strips.apart * columns + q % strips.apart + first)[there]
+        row, column = q // strips.apart, q % strips.apart + first
+        row = row if last is None else _in_image(row, last.q_row, last.at)
+        there = (row >= 0) & (column < columns) & (row * columns + column < length)
+        queries = (row * columns + column)[there]
         row, column = kv // strips.wide - strips.above, kv % strips.wide + first - strips.before
-        inside = (column >= 0) & (column < columns) & (row >= 0)
+        row = row if last is None else _in_image(row, last.kv_row - strips.above, last.at)
+        inside = (column >= 0) & (column < columns) & (row >= 0) & (row * columns + column < length)
         keys = (row * columns + column)[inside]
         in_strip = in_strip[:, there]
         assert not in_strip[..., ~inside].any()
         assert torch.equal(in_strip[..., inside], of_image[:, queries][..., keys])
-        others = torch.ones(ROWS * columns, dtype=torch.bool).index_fill(0, keys, False)
+        others = torch.ones(length, dtype=torch.bool).index_fill(0, keys, False)
         assert not of_image[:, queries][..., others].any()
+
+
+def _in_image(row: torch.Tensor, last: int, at: int) -> torch.Tensor:
+    """The row of the image that a row of a strip is, of which the `last` one is the one `at`; -1: none."""
+    return torch.where(row < at, row, torch.where(row == last, at, -1))
 
 
 @pytest.mark.parametrize("above", [1, 3])
@@ -171,11 +181,47 @@ def test_scores_may_read_rows_and_columns_alone() -> None:
 
 
 @pytest.mark.parametrize(("size", "kernel"), [((9, 48), (5, 3)), ((3, 3, 48), 3), ((9, 40), (3, 5))])
-def test_from_a_row_on_a_mask_is_that_of_the_rest_of_the_image(size: tuple[int, ...], kernel: Any) -> None:
+def test_rows_see_what_their_queries_see(size: tuple[int, ...], kernel: Any) -> None:
     columns, length = size[-1], ROWS * size[-1]
     whole = graph(neighborhood(size, kernel))
-    rest = Mask(from_rows(whole, columns, 4, 2)).dense(length - 4 * columns, length - 2 * columns)
-    assert torch.equal(rest, Mask(whole).dense(length, length)[..., 4 * columns :, 2 * columns :])
     seen = rows_seen(whole, columns, (ROWS, ROWS), 3)
     dense = Mask(whole).dense(length, length)[0, 0]
     assert torch.equal(seen, dense.unflatten(0, (ROWS, -1)).unflatten(2, (ROWS, -1)).any(3).any(1))
+
+
+def cut(columns: int, above: int = 0) -> CutRow:
+    """The last of `ROWS` rows, of so many columns; two rows of queries before it, and one of keys, are not there."""
+    return CutRow(ROWS - 1, columns, ROWS + 1, ROWS + above)
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 31, 39])
+@pytest.mark.parametrize("above", [0, 2])
+@pytest.mark.parametrize("name", FOUND)
+def test_a_last_row_that_is_cut_is_in_the_strips(name: str, above: int, columns: int) -> None:
+    wanted, mask = FOUND[name]
+    _is_that_of_the_image(dataclasses.replace(wanted, above=above, cut=cut(columns, above)), graph(mask))
+
+
+def test_a_key_of_a_cut_row_is_told_by_its_row_or_by_its_column() -> None:
+    strips = Strips(48, 3, above=1, cut=cut(20, 1))
+    of_both = [term for term in terms(strips.mask(graph(on_image(7)))) if either(term, strips.wide)]
+    assert len(of_both) == 1
+    rows, columns = either(of_both[0], strips.wide) or (None, None)
+    assert rows is not None and not in_columns(rows, strips.wide)
+    assert columns is not None and in_columns(columns, strips.wide)
+    assert not any(either(term, strips.apart, "q") for term in terms(strips.mask(graph(on_image(7)))))
+
+
+@pytest.mark.parametrize("above", [0, 1, 2])
+@pytest.mark.parametrize("name", ["a neighbourhood", "with gaps between rows", "rows by head"])
+def test_tiles_of_a_cut_image_begin_with_its_last_row(name: str, above: int) -> None:
+    wanted, mask = FOUND[name]
+    q_row, kv_row = [-(-rows // tile) * tile for rows, tile in ((ROWS - 1, 2), (ROWS - 1 + above, 3))]
+    strips = dataclasses.replace(wanted, above=above, cut=CutRow(ROWS - 1, 30, q_row, kv_row))
+    seen = rows_seen(graph(mask), strips.columns, (ROWS, ROWS), 3)
+    of_strips = Mask(strips.mask(graph(mask))).dense(strips.queries_of(0), strips.keys_of(0), strips.count, 3)
+    of_strips = of_strips.flatten(0, 1).any(0)
+    tile = 2 * strips.apart, 3 * strips.wide
+    padded = pad(of_strips, (0, -of_strips.shape[1] % tile[1], 0, -of_strips.shape[0] % tile[0]))
+    visited = padded.unflatten(1, (-1, tile[1])).any(2).unflatten(0, (-1, tile[0])).any(1)
+    assert tiles_seen(seen, (2, 3), cut=True)[above] == pytest.approx(int(visited.sum()) / len(visited))

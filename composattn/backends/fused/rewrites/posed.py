@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One launch of a call that was taken apart: of which of the `calls`, and where its rows lie in those of the whole."""
+    """One launch of a call that was taken apart: which of the `calls`, and where its rows lie in those of the whole."""
 
     call: int
     queries: Rows

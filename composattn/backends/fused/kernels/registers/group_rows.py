@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from .....primitives.cut_rows import load, partition
 from .....primitives.emit_strips import KeyWords
 from .....primitives.equal_stream_k import MetPortion
-from .....primitives.cut_rows import load, partition
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
 from .....primitives.values import choose, narrow, smaller
