@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..graph.evaluate import Env, evaluate
-from ..graph.expr import Dep, DType, Expr, const, index, walk
+from ..graph.expr import Dep, Expr, const, index, walk
 from ..graph.ops import apply
 from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
@@ -101,7 +101,9 @@ class Strips:
         if self.cut is not None:
             before = self._before_cut(self.cut)
             inside.append(apply("or", before, apply("ge", index("kv"), const(self.cut.kv_row * self.wide))))
-            inside.append(apply("or", before, apply("lt", column, const(self.cut.columns))))
+            # a row has so many columns; as an "or" of both, a mask would need more loops over keys than there may be
+            there = apply("where", before, const(self.columns), const(self.cut.columns))
+            inside.append(apply("lt", column, there))
         return functools.reduce(partial(apply, "and"), inside, self.of(mask))
 
     def of(self, graph: Expr) -> Expr:
@@ -144,12 +146,18 @@ def in_columns(term: Expr, wide: int, name: str = "kv") -> bool:
     return bool(term.deps & of) and not _deps_without(term, _coordinates(name, wide)[1]) & of
 
 
-def either(term: Expr, wide: int, name: str = "kv") -> tuple[Expr, Expr] | None:
-    """What a term says that holds in some rows, or in some columns: (of rows, of columns), each as of `in_columns`."""
-    if term.op != "or" or term.dtype is not DType.BOOL:
+def by_rows(term: Expr, wide: int, name: str = "kv") -> tuple[Expr, Expr, Expr] | None:
+    """A term that is one of columns in some rows and another one in others: which rows these are, and the two.
+
+    None of a term that is not of that kind; `wide` and `name` as of `in_columns`.
+    """
+    choices = [node for node in walk(term) if node.op == "where"]
+    if len(choices) != 1:
         return None
-    rows, columns = sorted(term.args, key=lambda part: in_columns(part, wide, name))
-    return (rows, columns) if in_columns(columns, wide, name) and not in_columns(rows, wide, name) else None
+    rows, *values = choices[0].args
+    ours, others = [substitute(term, {choices[0]: value}) for value in values]
+    of_columns = in_columns(ours, wide, name) and in_columns(others, wide, name)
+    return (rows, ours, others) if of_columns and not in_columns(rows, wide, name) else None
 
 
 def reads_image(graph: Expr, columns: int) -> bool:

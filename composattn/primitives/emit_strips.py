@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..analysis.residues import terms
-from ..analysis.strips import either, in_columns
+from ..analysis.strips import by_rows, in_columns
 from ..graph.expr import Expr
 from .emit import WORD, Evaluator
 from .score_tile import ScoreTile
@@ -40,12 +40,11 @@ class StripWords(abc.ABC):
         every = list(terms(mask))
         self.of_columns = [term for term in every if in_columns(term, wide, self.name)]
         others = [term for term in every if not in_columns(term, wide, self.name)]
-        self.either = [found for term in others if (found := either(term, wide, self.name)) is not None]
-        self.of_rows = [term for term in others if either(term, wide, self.name) is None]
-        self.columns = [self._columns(tile, line, self.of_columns) for line in range(self.lines(tile))]
-        self.of_either = [
-            [self._columns(tile, line, [column]) for _, column in self.either] for line in range(self.lines(tile))
-        ]
+        self.by_rows = [found for term in others if (found := by_rows(term, wide, self.name)) is not None]
+        self.of_rows = [term for term in others if by_rows(term, wide, self.name) is None]
+        lines = range(self.lines(tile))
+        self.columns = [self._columns(tile, line, self.of_columns) for line in lines]
+        self.in_rows = [[[self._columns(tile, line, [t]) for t in both] for _, *both in self.by_rows] for line in lines]
 
     @abc.abstractmethod
     def places(self, tile: ScoreTile) -> tuple[int, ...]:
@@ -83,17 +82,17 @@ class StripWords(abc.ABC):
         for line in range(self.lines(tile)):
             for word in range(0, count, WORD):
                 rows: Any = Int32(0)
-                by_rows: list[Any] = [Int32(0) for _ in self.either]
+                ours: list[Any] = [Int32(0) for _ in self.by_rows]
                 for c in range(word, min(word + WORD, count), self.width):
                     seen = [self.value(at, term, line, c) for term in self.of_rows]
                     shown = Int32(((1 << self.width) - 1) << (c - word))
                     rows = rows | choose(_all([*seen, *self.inside(tile, line, c)]), shown, Int32(0))
-                    for i, (row, _) in enumerate(self.either):
-                        by_rows[i] = by_rows[i] | choose(self.value(at, row, line, c), shown, Int32(0))
+                    for i, (row, *_) in enumerate(self.by_rows):
+                        ours[i] = ours[i] | choose(self.value(at, row, line, c), shown, Int32(0))
                     at.forget_element()
                 found = self.columns[line] & rows
-                for of_rows, of_columns in zip(by_rows, self.of_either[line], strict=True):
-                    found = found & (of_rows | of_columns)
+                for chosen, (there, elsewhere) in zip(ours, self.in_rows[line], strict=True):
+                    found = found & ((chosen & there) | (~chosen & elsewhere))
                 words.append(found)
         return tuple(words)
 

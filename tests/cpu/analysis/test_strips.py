@@ -11,18 +11,21 @@ import torch
 from torch.nn.functional import pad
 
 import composattn as ca
+from composattn.analysis.program import Program
 from composattn.analysis.residues import terms
 from composattn.analysis.strips import (
     CutRow,
     Strips,
     all_strips,
-    either,
+    by_rows,
     in_columns,
     reads_image,
     rows_seen,
     strips_of,
     tiles_seen,
 )
+from composattn.backends.fused.tiles.work import visits_now
+from composattn.call.problem import Problem
 from composattn.graph.expr import Expr
 from composattn.mods import causal, neighborhood
 from composattn.mods.mask import Mask
@@ -202,14 +205,20 @@ def test_a_last_row_that_is_cut_is_in_the_strips(name: str, above: int, columns:
     _is_that_of_the_image(dataclasses.replace(wanted, above=above, cut=cut(columns, above)), graph(mask))
 
 
-def test_a_key_of_a_cut_row_is_told_by_its_row_or_by_its_column() -> None:
+def test_keys_of_a_cut_row_are_told_by_other_columns() -> None:
     strips = Strips(48, 3, above=1, cut=cut(20, 1))
-    of_both = [term for term in terms(strips.mask(graph(on_image(7)))) if either(term, strips.wide)]
-    assert len(of_both) == 1
-    rows, columns = either(of_both[0], strips.wide) or (None, None)
-    assert rows is not None and not in_columns(rows, strips.wide)
-    assert columns is not None and in_columns(columns, strips.wide)
-    assert not any(either(term, strips.apart, "q") for term in terms(strips.mask(graph(on_image(7)))))
+    found = [found for term in terms(strips.mask(graph(on_image(7)))) if (found := by_rows(term, strips.wide))]
+    ((rows, *columns),) = found
+    assert not in_columns(rows, strips.wide) and all(in_columns(of, strips.wide) for of in columns)
+    assert not any(by_rows(term, strips.apart, "q") for term in terms(strips.mask(graph(on_image(7)))))
+
+
+def test_a_cut_row_is_a_second_run_of_keys_for_queries_that_see_it() -> None:
+    kept = Strips(96, 6, above=2, cut=CutRow(85, 32, 88, 88)).mask(graph(neighborhood((86, 96), 13)))
+    assert len(Program(None, kept).intervals) == 2
+    problem = Problem(6, 1, 1, 89 * 16, 89 * 32, 64, 64, torch.bfloat16, torch.device("cpu"))
+    visits = visits_now(problem, Program(None, kept).intervals, 128, 128)
+    assert visits is not None and visits[0].tolist() == [4, *8 * [5], 6, 5, 5]
 
 
 @pytest.mark.parametrize("above", [0, 1, 2])
