@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .values import Fixed
@@ -50,7 +50,7 @@ def bulk_copy(op: Any, tensor: Any, layout: Any, box: Any) -> tuple[Any, Any]:
 
 
 def descriptors(copies: Any) -> list[Any]:
-    """Those of bulk copies, None where there is no copy."""
+    """All descriptors of bulk `copies`, of which None are there where nothing is copied."""
     return [tma for copy in copies for tma in (copy if isinstance(copy, CutRows) else (copy,)) if tma is not None]
 
 
@@ -80,15 +80,26 @@ def _load_cut(tma: cutlass.Constexpr, tiles: cutlass.Constexpr, number: Int32, t
         cute.copy(tma.whole, tiles.whole[None, number], target, tma_bar_ptr=bar)
 
 
-@cute.jit
-def store(mine, tma: cutlass.Constexpr, source, tiles: cutlass.Constexpr, number):
+def store(mine: Any, tma: Any, source: cute.Tensor, tiles: Any, number: Any) -> None:
     """Starts the copy of shared memory to a tile of `partition`, where this warp is to."""
+    if isinstance(tma, CutRows):
+        _store_cut(mine, tma, source, tiles, number)
+    else:
+        _store_if(mine, tma, source, tiles[None, number])
+
+
+@cute.jit
+def _store_if(mine: Boolean, tma, source, target):
     if mine:
-        if const_expr(isinstance(tma, CutRows)):
-            if number == tiles.at:
-                cute.copy(tma.last, source, tiles.last[None, number])
-            else:
-                cute.copy(tma.whole, source, tiles.whole[None, number])
+        cute.copy(tma, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _store_cut(mine: Boolean, tma: cutlass.Constexpr, source, tiles: cutlass.Constexpr, number: Int32):
+    if mine:
+        if number == tiles.at:
+            cute.copy(tma.last, source, tiles.last[None, number])
         else:
-            cute.copy(tma, source, tiles[None, number])
+            cute.copy(tma.whole, source, tiles.whole[None, number])
         cute.arch.cp_async_bulk_commit_group()

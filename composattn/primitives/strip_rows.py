@@ -15,7 +15,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..analysis.strips import Strips
 from .cut_rows import CutRows, TilesOfCut
 from .seqlen import DenseRows, PackedRows, PagedRows, WholeSequence
 from .seqlen import rows_of as unstripped
@@ -31,8 +30,8 @@ class StripRows(Bundle):
 
     parts = ("length",)
 
-    def __init__(self, strips: Strips, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
-        """On the host; whole `rows` of the image, and those of a strip up to the `last` one."""
+    def __init__(self, strips: Any, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
+        """On the host: `strips` of an image (`analysis.strips`) with so many whole `rows`."""
         self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
         self.cut, self.last = strips.cut, last
         self.length = (rows + above if last is None else Int32(last + 1)) * wide
