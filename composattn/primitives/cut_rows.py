@@ -64,12 +64,13 @@ def partition(tma: Any, shared: cute.Tensor, tiles: Any, modes: int = 2) -> tupl
     )
 
 
-def load(tma: Any, tiles: Any, number: Any, target: cute.Tensor, bar: cute.Pointer) -> None:
-    """Starts the copy of a tile of `partition` into shared memory; it completes on `bar`."""
+def load(tma: Any, tiles: Any, number: Any, shared: cute.Tensor, bar: cute.Pointer, stage: Any = None) -> None:
+    """Starts the copy of a tile of `partition` into a stage of shared memory, or all of it; it completes on `bar`."""
     if isinstance(tma, CutRows):
-        _load_cut(tma, tiles, Int32(number), target, bar)
+        _load_cut(tma, tiles, Int32(number), shared if stage is None else shared[None, stage], bar)
     else:
-        cute.copy(tma, tiles[None, number], target, tma_bar_ptr=bar)
+        source = tiles[None, number]
+        cute.copy(tma, source, shared if stage is None else shared[None, stage], tma_bar_ptr=bar)
 
 
 @cute.jit

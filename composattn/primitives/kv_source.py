@@ -63,7 +63,7 @@ class WholeTiles(Fixed):
 
     def start(self, at: Int32, stage: Int32, bar: cute.Pointer) -> None:
         """Starts the copy of a tile into a stage; it completes on `bar`."""
-        load(self.tma, self.source, at, self.target[None, stage], bar)
+        load(self.tma, self.source, at, self.target, bar, stage)
 
 
 @dataclasses.dataclass

@@ -385,13 +385,13 @@ class Backward(Kernel, Generic[AnyTiling]):
                     m = run.tile(i)
                     padded = work.padded.first + m
                     bar = block.q_edge.acquire(q_slot)
-                    load(tmas.q, tQgQ, m, tQsQ[None, q_slot.index], bar)
+                    load(tmas.q, tQgQ, m, tQsQ, bar, q_slot.index)
                     cute.copy(tmas.rows, tLgLse[None, padded], tLsLse[None, q_slot.index], tma_bar_ptr=bar)
                     if const_expr(self.delta_with_q):
                         cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, q_slot.index], tma_bar_ptr=bar)
                     q_slot = q_slot.next()
                     bar = block.do_edge.acquire(do_slot)
-                    load(tmas.dout, tdOgdO, m, tdOsdO[None, do_slot.index], bar)
+                    load(tmas.dout, tdOgdO, m, tdOsdO, bar, do_slot.index)
                     if const_expr(not self.delta_with_q):
                         cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
