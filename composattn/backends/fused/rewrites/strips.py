@@ -107,11 +107,12 @@ def _not_served(posed: Posed, strips: Strips) -> str:
     mods = [graph for graph in (program.mask, program.score) if graph is not None]
     if not all(reads_image(graph, strips.columns) for graph in mods):
         return f"a mod knows positions by more than row and column of an image of {strips.columns} columns"
-    return _without_rows(problem, strips)
+    return _without_rows(posed, strips)
 
 
-def _without_rows(problem: Problem, strips: Strips) -> str:
+def _without_rows(posed: Posed, strips: Strips) -> str:
     """Why images have no rows that strips could have; empty where they do."""
+    problem = posed.problem
     for length in (problem.q_len, problem.kv_len):
         if length // strips.columns * strips.apart < LEAST:
             return f"{length} positions are not {LEAST // strips.apart} or more whole rows of {strips.columns} columns"
