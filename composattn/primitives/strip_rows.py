@@ -76,6 +76,8 @@ class StripSequence(WholeSequence):
     def has(self, row: Any) -> Any:
         """Whether there is such a row of the strip, in the image."""
         of, inside = self.of, row < self.length
+        if of.columns % of.apart == 0 and of.cut is None:
+            return inside
         column = self.strip * of.apart - of.before + row % of.wide
         if of.columns % of.apart:
             inside = inside & (column < of.columns)
