@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32
 
 from .....primitives.values import choose, narrow
 from ...planning.arguments import StripJoinArguments
@@ -54,9 +54,7 @@ class StripJoin(Kernel):
         key, chunk = place // across, place % across
         b, h = sequence // heads, sequence % heads
         if key < length:
-            row, column = key // strips.columns + strips.above, key % strips.columns + strips.before
-            if const_expr(strips.cut is not None):
-                row = choose(row == strips.cut.at + strips.above, Int32(strips.cut.kv_row), row)
+            row, column = self.row_of(key // strips.columns), key % strips.columns + strips.before
             strip, within = column // strips.apart, column % strips.apart
             first = b * strips.count + strip, h, row * strips.wide + within
             second = b * strips.count + strip - 1, h, row * strips.wide + within + strips.apart
@@ -67,6 +65,11 @@ class StripJoin(Kernel):
             rounded = cute.make_rmem_tensor(WIDE, whole.element_type)
             narrow(rounded, total)
             cute.autovec_copy(rounded, cute.local_tile(whole[b, h, key, None], (WIDE,), (chunk,)))
+
+    def row_of(self, row: Int32) -> Int32:
+        """The row of strips that a row of the image is."""
+        cut, above = self.strips.cut, self.strips.above
+        return row + above if cut is None else choose(row == cut.at, Int32(cut.kv_row), row + above)
 
     @cute.jit
     def add(self, total, is_there: Boolean, parts, at, chunk: Int32):
