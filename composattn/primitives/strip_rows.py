@@ -34,7 +34,8 @@ class StripRows(Bundle):
         """On the host: `strips` of an image (`analysis.strips`) with so many whole `rows`."""
         self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
         self.cut, self.last = strips.cut, last
-        self.length = (rows + above if last is None else Int32(last + 1)) * wide
+        more = above if last is None else last + 1 - strips.cut.at
+        self.length = (rows + more) * wide  # no constant, by which the compiler would divide in a form it does not know
 
     @property
     def count(self) -> int:
