@@ -34,13 +34,16 @@ SCALES: dict[str, dict[str, Any]] = {
     "head": {"scale": "head"},
     "block 64": {"scale": "block", "block": 64},
     "block 128": {"scale": "block", "block": 128},
+    "token": {"scale": "token"},
 }
 TILINGS: dict[str, dict[str, Any]] = {
     "chosen": {},
     "3 x 128": {"tile_m": 192, "tile_n": 128, "pieces": 1, "in_turns": True},
     "3 x 128, at will": {"tile_m": 192, "tile_n": 128, "pieces": 1, "in_turns": False},
     "3 x 128, 2 pieces, at will": {"tile_m": 192, "tile_n": 128, "pieces": 2, "in_turns": False},
+    "2 x 128": {"tile_m": 128, "tile_n": 128, "pieces": 1, "in_turns": True},
     "2 x 128, 8 pieces, at will": {"tile_m": 128, "tile_n": 128, "pieces": 8, "in_turns": False},
+    "2 x 96, 8 pieces, at will": {"tile_m": 128, "tile_n": 96, "pieces": 8, "in_turns": False},
 }
 
 
@@ -96,11 +99,14 @@ def cases() -> Iterator[Case]:
     for masked in (False, True):
         for scales in SCALES:
             yield Case(128, scales, "plain", masked, "chosen")
-        for scales in ("block 64", "block 128"):
+        for scales in ("block 64", "block 128", "token"):
             yield Case(128, scales, "plain", masked, "3 x 128, 2 pieces, at will")
+        yield Case(128, "token", "plain", masked, "2 x 128")
     for d in (64, 256):
         for scales in SCALES:
             yield Case(d, scales, "plain", False, "chosen")
+    yield Case(64, "token", "plain", False, "3 x 128, at will")
+    yield Case(256, "token", "plain", False, "2 x 96, 8 pieces, at will")
     for mod in ("alibi", "softcap"):
         yield Case(128, "head", mod, True, "chosen")
         yield Case(128, "block 128", mod, True, "chosen")
@@ -115,7 +121,7 @@ def quantised(d: int, scales: str, wide: tuple[torch.Tensor, ...] | None = None)
     how = SCALES[scales]
     if wide is None:
         shape = (1, HEADS[d], TOKENS)
-        counts = {"head": 1, "block": TOKENS // how.get("block", 64)}
+        counts = {"head": 1, "block": TOKENS // how.get("block", 64), "token": TOKENS}
         one = ca.Quantized(
             torch.empty(*shape, d, dtype=E4M3), torch.empty(*shape[:2], counts[how["scale"]], 1, dtype=torch.float32)
         )

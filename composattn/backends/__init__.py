@@ -17,7 +17,6 @@ from ..call.prepared import Prepare, PreparedCall
 from ..call.problem import Problem
 from ..call.quantized import Multiplies
 from ..extras import how_to_install
-from ..mods.values import Values
 from ..watched import say_once
 from . import blackwell, hopper, reference, streaming, warp
 from .fused.rewrites import prepared
@@ -181,10 +180,10 @@ def to_explain(name: str | None, problem: Problem) -> tuple[Backend, Prepare, st
 def multiplies_eight_bits(name: str | None) -> Multiplies:
     """Whether the backend of that name, by default that of a call's device, multiplies its queries as 8-bit numbers."""
 
-    def multiplies(problem: Problem, values: Values | None) -> bool:
+    def multiplies(problem: Problem) -> bool:
         named = default_for(problem.device) if name is None else name
         architecture = ARCHITECTURES.get(named.removesuffix("-emulated")) if isinstance(named, str) else None
-        return architecture is not None and architecture.multiplies_eight_bits(problem, values)
+        return architecture is not None and architecture.multiplies_eight_bits(problem)
 
     return multiplies
 

@@ -22,8 +22,8 @@ WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What 8-bit queries may be widened to; both 8-bit types fit into each."""
 
 
-Multiplies = Callable[[Problem, Values | None], bool]
-"""Whether 8-bit queries of a call, whose values have these factors, are multiplied as such."""
+Multiplies = Callable[[Problem], bool]
+"""Whether 8-bit queries of a call are multiplied as such."""
 
 
 class InEightBits(NamedTuple):
@@ -86,7 +86,7 @@ def _widened(
     """The call with q of the output's type, unless it has 8 bits and is multiplied so."""
     narrow = multiplies is not None and call.q.dtype in EIGHT_BITS
     if multiplies is not None and narrow:
-        narrow = multiplies(Problem.of(*call[:3], *where, out_dtype=call.out_dtype), call.values)
+        narrow = multiplies(Problem.of(*call[:3], *where, out_dtype=call.out_dtype))
     return call if narrow else call._replace(q=call.q.to(call.out_dtype), out_dtype=None)
 
 

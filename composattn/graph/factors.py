@@ -17,24 +17,28 @@ Rates = Callable[[Expr], Rate]
 
 
 class Scales(NamedTuple):
-    """Factors of the score by how often they change: with the head, with the row, with a run of keys, or with each key.
+    """Factors of the score by how often they change: with the head, with the row, or with a run of keys.
 
-    `keys`: of a run; 0 where nothing changes from run to run. `values`: the factor of V, where that does.
+    `keys`: of a run, 1 where something changes with each key; 0 where nothing changes along keys. `values`: the factor
+    of V, where that does.
     """
 
     heads: tuple[Expr, ...] = ()
     rows: tuple[Expr, ...] = ()
     runs: tuple[Expr, ...] = ()
-    columns: tuple[Expr, ...] = ()
     values: Expr | None = None
     keys: int = 0
 
     @property
+    def by_key(self) -> bool:
+        return self.keys == 1
+
+    @property
     def of_score(self) -> tuple[Expr, ...]:
-        return (*self.heads, *self.rows, *self.runs, *self.columns)
+        return (*self.heads, *self.rows, *self.runs)
 
 
-RUNS = (128, 64, 32)  # keys: fewer are numbers of each key
+RUNS = (128, 64, 32)  # keys: of fewer, each key has numbers of its own
 MOST = 2  # factors of a score: the scales of k and of q, both of which a call with a score mod has
 
 
@@ -49,21 +53,18 @@ def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) 
     for factor in factors:
         found[rate(factor)].append(factor)
     of_values = values if values is not None and values.deps & Dep.KV else None
-    columns = found[Rate.COLUMN]
-    keys, in_runs = _longest_runs([*columns, *filter(None, [of_values])], tile_n)
-    runs = tuple(x for x in columns if x in in_runs)
-    by_key = tuple(x for x in columns if x not in in_runs)
+    runs = found[Rate.COLUMN]
+    keys = _longest_runs([*runs, *filter(None, [of_values])], tile_n)
     heads = (*found[Rate.CONSTANT], *found[Rate.HEAD])
-    scales = Scales(heads, tuple(found[Rate.ROW]), runs, by_key, of_values, keys)
+    scales = Scales(heads, tuple(found[Rate.ROW]), tuple(runs), of_values, keys)
     return None if rest is score() else rest, scales
 
 
-def _longest_runs(nodes: list[Expr], tile_n: int) -> tuple[int, list[Expr]]:
-    """(keys, those of `nodes` that change from one run of so many keys to the next): of as many of them as can be."""
-    lengths = [n for n in RUNS if tile_n % n == 0]
-    found = {n: [x for x in nodes if in_blocks(x, Dep.KV, n, {})] for n in lengths}
-    most = max(lengths, key=lambda n: (len(found[n]), n), default=0)
-    return (most, found[most]) if most and found[most] else (0, [])
+def _longest_runs(nodes: list[Expr], tile_n: int) -> int:
+    """The most keys of a run from one to the next of which all `nodes` change; 1: from key to key, 0: there are none."""
+    if not nodes:
+        return 0
+    return next((n for n in RUNS if tile_n % n == 0 and all(in_blocks(x, Dep.KV, n, {}) for x in nodes)), 1)
 
 
 def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, tuple[Expr, ...]]:

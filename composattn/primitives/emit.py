@@ -37,7 +37,7 @@ from .emit_dropout import copied, drop
 from .emit_ops import CUTE, convert
 from .emit_reads import Neighbours, Pairs, TileReads, read_element
 from .emit_row import NEAR, TOGETHER, RowValues
-from .emit_scales import BoundScales
+from .emit_scales import BoundScales, ReadScales
 from .exponential import LOG2_E
 from .quotients import quotient
 from .score_tile import LIFTED, Runs, ScoreTile
@@ -602,7 +602,7 @@ class BoundMods(Fixed):
         ahead: dict[Any, Any] = at.ahead
         values = self.mods.values
         if self.scales is not None:
-            ahead[SCALES] = self.scales.read_ahead(at)
+            ahead[SCALES] = ReadScales()  # what there is of tiles lies in shared memory
         elif values is not None and values.deps & Dep.KV:
             places = itertools.product(range(tile.rows), range(tile.columns))
             ahead[VALUES] = {rc: Float32(convert(at.value(values, *rc), DType.FLOAT)) for rc in places}
@@ -619,9 +619,16 @@ class BoundMods(Fixed):
 
         `all_visible`: the mask, which comes next, hides nothing of this tile. `near`: see `is_near`.
         """
+        if self.scales is None:
+            self._apply_score(tile, ahead, all_visible, near)
+            return
+        self.scales.apply(tile, ahead[SCALES])
+        self._apply_score(tile, ahead, all_visible, near)
+        self.scales.lift(tile)
+
+    def _apply_score(self, tile: ScoreTile, ahead: dict[Any, Any], all_visible: bool, near: bool) -> None:
+        """`apply_score` of scores whose factors were applied before."""
         mods = self.mods
-        if self.scales is not None:
-            self.scales.apply(tile, ahead[SCALES])
         if not mods.changes_scores:
             return
         at = Evaluator(mods, self.leaves, tile, self.work)

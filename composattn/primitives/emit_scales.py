@@ -3,14 +3,14 @@
 A probability is 2^(score * scale - shift), one multiply-add for each score. Scales of a head, a row or a run of keys
 make its `scale`. That of V of a run makes its shift: P by a scale is a score plus the scale's logarithm, so that the
 largest P of a row, scaled, is 1, whatever scales are, as a P of 8 bits needs it. The row's sum takes each run's scale
-back. Scales of each key multiply the scores, one by one.
+back. Scales of each key are three numbers of it: one multiply-add for each score, and one in the row's sum, more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cutlass
@@ -18,47 +18,129 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute import math as cm
 
-from ..graph.expr import DType, Expr, Rate
+from ..graph.expr import DType, Expr
 from ..graph.factors import RUNS, Scales
 from .emit_ops import convert
 from .exponential import LN_2, exp2, log2
+from .lanes import LANES
+from .pipelines import Slot
 from .score_tile import Runs, ScoreTile
-from .values import Fixed, choose
+from .values import Fixed, aligned, choose, move
 
 LEAST_SCALE = 2.0**-100  # above 0, as -inf times 0 is NaN
 RUNS_AT_MOST = max(RUNS) // min(RUNS)  # in a tile
 
 
-class RunScales(Fixed):
-    """What a tile's runs of keys are multiplied by, in shared memory: written once, by a warp that copies, for all.
+class KeptScales(Fixed):
+    """What keys of a tile are multiplied by, in shared memory: written once, by a warp that copies, for all.
 
-    `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`. Factors of scores, what is added for V, and what
-    takes that back from sums. Each thread that found them itself took a quarter of a tile's instructions for it.
+    Three numbers of each run of keys: the factor of its scores, what is added for V, and what takes that back from
+    sums. Each thread that found them itself took a quarter of a tile's instructions for it.
     """
 
-    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
-        self.scales, self.bends, self.count = scales, bends, count
-        layout = cute.make_layout((RUNS_AT_MOST, 3, stages), stride=(1, RUNS_AT_MOST, 3 * RUNS_AT_MOST))
-        self.kept = cute.make_tensor(start, layout)
+    def __init__(self, scales: Scales, bends: bool, kept: cute.Tensor) -> None:
+        self.scales, self.bends, self.kept = scales, bends, kept
 
-    def found(self, at: Any) -> list[Any]:
-        """The three numbers of the run in which the tile of `at` begins; None: as if there was none."""
+    def numbers(self, at: Any) -> list[Any]:
+        """The three of the run in which the tile of `at` begins; None: as if there was none."""
         factor = _product(_number(at, node) for node in self.scales.runs)
-        if factor is not None:
+        if factor is not None and not self.scales.by_key:
             factor = choose(factor >= 0.0, factor, Float32(math.nan))
         if self.scales.values is None:
             return [factor, None, None]
         logarithm = log2(_number(at, self.scales.values) + LEAST_SCALE)
         return [factor, logarithm * LN_2 if self.bends else logarithm, exp2(-logarithm)]
 
-    def put(self, found: list[Any], run: Any, stage: Any) -> None:
-        """By each of the first lanes; those behind the last run too, as four numbers are read at once."""
-        _put_if(self.kept, found, run, stage, run < RUNS_AT_MOST)
+    @property
+    def there(self) -> tuple[bool, bool, bool]:
+        """Which of the three are."""
+        return bool(self.scales.runs), self.scales.values is not None, self.scales.values is not None
 
-    def get(self, stage: Any) -> list[list[Any]]:
-        """Factors, lifts and what takes these back, of each run; none where all are 1."""
-        there = bool(self.scales.runs), self.scales.values is not None, self.scales.values is not None
-        return [[self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(there)]
+
+class RunScales(KeptScales):
+    """Of `count` runs in a tile; `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`."""
+
+    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
+        layout = cute.make_layout((RUNS_AT_MOST, 3, stages), stride=(1, RUNS_AT_MOST, 3 * RUNS_AT_MOST))
+        super().__init__(scales, bends, cute.make_tensor(start, layout))
+        self.count = count
+
+    def found(self, of_key: Callable[[Any], Any], lane: Any) -> list[Any]:
+        """The numbers of the lane-th run; `of_key` evaluates at a key of the tile."""
+        return self.numbers(of_key(lane * self.scales.keys))
+
+    def put(self, found: list[Any], lane: Any, slot: Slot) -> None:
+        """By each of the first lanes; those behind the last run too, as four numbers are read at once."""
+        _put_if(self.kept, found, lane, slot.index, lane < RUNS_AT_MOST)
+
+    def get(self, slot: Slot, lane: Any) -> ReadScales:
+        """All of them; none where all are 1."""
+        stage = slot.index
+        found = [[self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(self.there)]
+        return ReadScales(*found)
+
+
+class KeyScales(KeptScales):
+    """Of each key of a tile of `count`; `start`: three rows of so many numbers for each of twice as many stages as K's.
+
+    They are read while scores become probabilities, when K's stage may be filled again: what is written there comes
+    from the lap behind. In memory the four keys of 16 that a lane has columns of (2 i, 2 i + 1, 2 i + 8, 2 i + 9) lie
+    together.
+    """
+
+    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
+        layout = cute.make_layout((count, 3, 2 * stages), stride=(1, count, 3 * count))
+        super().__init__(scales, bends, cute.make_tensor(start, layout))
+        self.stages, self.count = stages, count
+
+    def found(self, of_key: Callable[[Any], Any], lane: Any) -> list[Any]:
+        """The numbers of every 32nd key from the lane-th on."""
+        return [self.numbers(of_key(lane + LANES * i)) for i in range(self.count // LANES)]
+
+    def put(self, found: list[Any], lane: Any, slot: Slot) -> None:
+        inside = lane % 16
+        place = lane // 16 * 16 + inside % 8 // 2 * 4 + inside // 8 * 2 + inside % 2
+        for i, numbers in enumerate(found):
+            _put_if(self.kept, numbers, place + LANES * i, self._stage(slot), Boolean(True))
+
+    def get(self, slot: Slot, lane: Any) -> ReadScales:
+        start = self.kept.iterator + self._stage(slot) * (3 * self.count) + lane % 4 * OfKeys.together
+        return ReadScales(of_keys=OfKeys(start, self.count, self.there))
+
+    def _stage(self, slot: Slot) -> Any:
+        return slot.index + slot.phase * self.stages
+
+
+class OfKeys(Fixed):
+    """The numbers of a thread's columns, in shared memory from `start` on, read where they are used.
+
+    `wide`: how many lie between the first, second and third of a key. `there`: which of these are.
+    """
+
+    together = 4  # columns
+
+    def __init__(self, start: cute.Pointer, wide: int, there: tuple[bool, bool, bool]) -> None:
+        self.start, self.wide, self.there = start, wide, there
+
+    def factors(self, first: int) -> list[Any]:
+        """What scores of the next columns from the `first` on are multiplied by; None: 1."""
+        return self._four(0, first)
+
+    def lifts(self, first: int) -> list[Any]:
+        """What is added to their scores for V; None: nothing."""
+        return self._four(1, first)
+
+    def back(self, first: int) -> list[Any]:
+        """What takes that back from their probabilities."""
+        return self._four(2, first)
+
+    def _four(self, i: int, first: int) -> list[Any]:
+        if not self.there[i]:
+            return [None] * self.together
+        found = cute.make_rmem_tensor((self.together, 1), Float32)
+        place = aligned(self.start + (i * self.wide + first * self.together))  # of 16 keys, four lanes' columns
+        move(cute.make_tensor(place, found.layout), found)
+        return [found[n] for n in range(self.together)]
 
 
 @cute.jit
@@ -71,12 +153,12 @@ def _put_if(kept, found: cutlass.Constexpr, run: Int32, stage: Int32, condition:
 
 @dataclasses.dataclass
 class ReadScales(Fixed):
-    """Scales of a tile of keys: by each of the thread's columns, and by run, see `RunScales.get`."""
+    """Scales of a tile of keys, by run or by key: see `KeptScales`."""
 
-    columns: list[Any]
     factors: list[Any] = dataclasses.field(default_factory=list)
     lifts: list[Any] = dataclasses.field(default_factory=list)
     back: list[Any] = dataclasses.field(default_factory=list)
+    of_keys: OfKeys | None = None
 
 
 class BoundScales(Fixed):
@@ -84,7 +166,6 @@ class BoundScales(Fixed):
 
     def __init__(self, scales: Scales, at: Any, bends: bool) -> None:
         self.scales, self.bends = scales, bends
-        assert scales.values is None or scales.keys, "values of each key have no kernel of 8 bits"
         self.of_head = _product(_number(at, factor) for factor in scales.heads)
         rows = range(at.tile.rows)
         self.of_rows = [_product(_number(at, factor, r) for factor in scales.rows) for r in rows]
@@ -105,31 +186,46 @@ class BoundScales(Fixed):
             return scale
         if self.of_head is not None:
             scale = scale * self.of_head
-        if self.by_rows:
+        if self.by_rows:  # what is lifted key by key is in the softmax's unit before
             self.softmax_scales = [_checked(scale if row is None else scale * row) for row in self.of_rows]
             return Float32(1.0)
         return scale if self.of_head is None else _checked(scale)
 
-    def read_ahead(self, at: Any) -> ReadScales:
-        """The scales of the tile of `at`, which wait for no score."""
-        columns = range(at.tile.columns)
-        for factor in self.scales.columns:
-            at.read_ahead(factor, (Rate.COLUMN,))
-        return ReadScales([_product(_number(at, factor, 0, c) for factor in self.scales.columns) for c in columns])
-
     def apply(self, tile: ScoreTile, read: ReadScales) -> None:
         """Scores by scales that the softmax does not multiply by, in place; gives the tile those that it does."""
+        if read.of_keys is not None:
+            self._apply_of_keys(tile, read.of_keys)
+            return
         wide = _columns(tile, self.scales.keys)
-        for r in range(tile.rows):
+        for r in range(tile.rows if self.bends else 0):
             for c in range(tile.columns):
-                factors = [read.columns[c]]
-                if self.bends:
-                    factors += [self.of_rows[r], read.factors[c // wide] if read.factors else None]
-                factor = _product(factors)
+                factor = _product([self.of_rows[r], read.factors[c // wide] if read.factors else None])
                 if factor is not None:
                     tile.values[r, c] = tile.values[r, c] * factor
         if self.by_rows or read.lifts:
             tile.runs = Runs(wide, self._factors(read, tile.columns // wide), read.lifts, read.back)
+
+    def _apply_of_keys(self, tile: ScoreTile, numbers: OfKeys) -> None:
+        for first in range(0, tile.columns, numbers.together):
+            factors = numbers.factors(first)
+            lifts = [None] * numbers.together if self.bends else numbers.lifts(first)
+            for c, factor, lift in zip(range(first, tile.columns), factors, lifts, strict=False):
+                for r in range(tile.rows):
+                    score = _product([tile.values[r, c], factor, self.of_rows[r] if self.bends else None])
+                    tile.values[r, c] = score if lift is None else cm.fma(score, self.softmax_scales[r], lift)
+        if self.scales.values is None and not self.bends:
+            tile.runs = Runs(tile.columns, [self.softmax_scales])
+        if self.scales.values is not None:
+            tile.lifts = numbers
+
+    def lift(self, tile: ScoreTile) -> None:
+        """What is added to true scores for V's scales of each key, behind the score mod that saw them."""
+        if not self.bends or tile.lifts is None:
+            return
+        for first in range(0, tile.columns, tile.lifts.together):
+            for c, lift in zip(range(first, tile.columns), tile.lifts.lifts(first), strict=False):
+                for r in range(tile.rows):
+                    tile.values[r, c] = tile.values[r, c] + lift
 
     def _factors(self, read: ReadScales, count: int) -> Sequence[Sequence[Any]]:
         """Factors of each run, by row."""
@@ -164,4 +260,4 @@ def _checked(scale: Any) -> Any:
     return choose(scale >= 0.0, cm.max(scale, Float32(LEAST_SCALE)), Float32(math.nan))
 
 
-__all__ = ["BoundScales", "ReadScales", "RunScales"]
+__all__ = ["BoundScales", "KeyScales", "ReadScales", "RunScales"]

@@ -19,7 +19,7 @@ from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns, log2
 from .exponential_units import HARDWARE, ExponentialUnits
 from .lanes import add
 from .rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
-from .score_tile import FragmentShape, ScoreTile
+from .score_tile import FragmentShape, Lifts, ScoreTile
 from .values import Fixed, choose
 
 
@@ -80,14 +80,18 @@ class OnlineSoftmax(Fixed):
 
         `first`: nothing was summed before, so `rescale` is left alone.
         """
+        factors = []
         for r in range(tile.rows):
             own = [] if self.highest is None else largest_of_their_own(tile, r)
             factor = self.raise_maximum(r, largest_scores(tile, r), first, own)
+            factors.append(factor)
             if factor is not None:
                 rescale[r] = factor
             self.exponentials(tile, r, range(tile.columns))
-            if self.adds:
+            if self.adds and tile.lifts is None:
                 self.add(tile, r, factor)
+        if tile.lifts is not None:
+            self.add_lifted(tile, tile.lifts, factors)
 
     def by_maximum_before(self, tile: ScoreTile, most: float) -> Any:
         """Scores to probabilities, in place, by the maximum that each row had before this tile, which it keeps.
@@ -185,6 +189,18 @@ class OnlineSoftmax(Fixed):
             before = total * back if before is None else cm.fma(total, back, before)
         self.total[r] = before
 
+    def add_lifted(self, tile: ScoreTile, lifts: Lifts, factors: Sequence[Any]) -> None:
+        """`add` of all rows, whose numbers of a column are read once."""
+        others = [None] * (lifts.together - 1)
+        chains = [[None if f is None else self.total[r] * f, *others] for r, f in enumerate(factors)]
+        for first in range(0, tile.columns, lifts.together):
+            for i, back in enumerate(lifts.back(first)):
+                for r, totals in enumerate(chains):
+                    found, before = tile.values[r, first + i], totals[i]
+                    totals[i] = found * back if before is None else cm.fma(found, back, before)
+        for r, totals in enumerate(chains):
+            self.total[r] = tree(add, totals)
+
     def lower(self, r: int, factor: Any) -> None:
         """What was summed of row `r` before, times `factor`; at once, so that no register keeps the factor for it."""
         self.total[r] = self.total[r] * factor
@@ -262,6 +278,9 @@ def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
 
 def largest_of_their_own(tile: ScoreTile, r: int) -> list[Any]:
     """`largest_scores` without what was added for V; none where nothing was."""
+    if tile.lifts is not None:
+        found = [x for first in range(0, tile.columns, tile.lifts.together) for x in tile.lifts.lifts(first)]
+        return [tile.values[r, c] - lift for c, lift in enumerate(found)]
     if tile.runs is None or not tile.runs.back:
         return []
     found: list[Any] = []

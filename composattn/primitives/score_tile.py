@@ -7,7 +7,7 @@ statistics) sees only this view. How rows and columns lie over registers and lan
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -170,6 +170,18 @@ class Runs(Fixed):
     back: Sequence[Any] = ()
 
 
+class Lifts(Protocol):
+    """What scores have of V's scales, where each key has its own: of `together` of a thread's columns at a time."""
+
+    together: int
+
+    def lifts(self, first: int) -> list[Any]:
+        """What was added to scores of the next columns from the `first` on."""
+
+    def back(self, first: int) -> list[Any]:
+        """Probabilities of these columns times this are those that a row's sum has."""
+
+
 @dataclasses.dataclass
 class ScoreTile(Fixed):
     """One thread's scores of one (q tile, kv tile).
@@ -177,6 +189,7 @@ class ScoreTile(Fixed):
     `values[r, c]` is fp32 in registers. `b` and `h` are the batch entry and the query head (of the first row, see
     `head_index`); `q_index(r)` and `kv_index(c)` are positions inside the sequence (Int32), also beyond its end on a
     partial tile. `runs`: what the values are short of, where that is left to who computes with them; None: of nothing.
+    `lifts`: what they have of V's scales, where each key has its own.
     """
 
     shape: FragmentShape
@@ -186,6 +199,7 @@ class ScoreTile(Fixed):
     first_q: Int32
     first_kv: Int32
     runs: Runs | None = None
+    lifts: Lifts | None = None
 
     @property
     def rows(self) -> int:

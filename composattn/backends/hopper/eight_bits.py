@@ -7,8 +7,6 @@ import torch
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.expr import Dep
-from ...graph.factors import RUNS, in_blocks
-from ...mods.values import Values
 from ..fused.tiles.tiling import slots
 from ..fused.tiles.traits import queries
 from .tiling import ROWS
@@ -18,21 +16,20 @@ WIDEST = 256  # D and Dv
 CHUNK = 16  # bytes that rows of bulk copies are multiples of
 
 
-def multiplies_eight_bits(problem: Problem, values: Values | None) -> bool:
+def multiplies_eight_bits(problem: Problem) -> bool:
     """Whether a call's products are of 8 bits; else its queries are widened, and meet keys that are.
 
     Of few queries the memory is the limit, which products of 16 bits reach too. Keys in pages and a fixed order of sums
-    have kernels of 16 bits, and so have factors of V by key, where that is by fewer than 32 keys.
+    have kernels of 16 bits.
     """
     types, dims = problem.types, (problem.head_dim, problem.head_dim_v)
     few = queries(problem) * slots(problem.group) <= ROWS
-    by_key = values is not None and values.expr.deps & Dep.KV and not in_blocks(values.expr, Dep.KV, min(RUNS), {})
     return (
         types[:3] == (E4M3, E4M3, E4M3)
         and types.out in (torch.bfloat16, torch.float16)
         and max(dims) <= WIDEST
         and not any(d % CHUNK for d in dims)
-        and not (few or by_key or problem.layout.kv == "paged" or problem.schedule.batch_invariant)
+        and not (few or problem.layout.kv == "paged" or problem.schedule.batch_invariant)
     )
 
 

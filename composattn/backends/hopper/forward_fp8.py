@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...primitives.emit import Evaluator
-from ...primitives.emit_scales import RUNS_AT_MOST, RunScales
+from ...primitives.emit_scales import RUNS_AT_MOST, KeyScales, RunScales
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
@@ -50,6 +50,7 @@ class HopperForwardFp8(HopperForward):
         plan = self.plan
         # rounded, which the output does not notice, but LSE would; dropout leaves some out of the output alone
         asked = plan.return_lse or plan.return_max_scores or plan.is_split or plan.program.keep is not None
+        asked = asked or (self.mods.scales.by_key and self.mods.scales.values is not None)
         return Fp8Products(self.tiling, block, number, not asked)
 
     @cute.jit
@@ -68,26 +69,28 @@ class Fp8Load(RowLoad):
 
     def copies(self, work):
         block = self.block
-        kind = KeyCopies if block.run_scales is None else KeyCopiesWithScales
+        kind = KeyCopies if block.kept_scales is None else KeyCopiesWithScales
         return kind(self, work, (block.k_edge, block.copied_v), (block.sK, block.sV))
 
 
 class KeyCopiesWithScales(KeyCopies):
-    """Copies of K, and beside each tile the scales of its runs of keys: the i-th by lane i, before the warp arrives."""
+    """Copies of K, and beside each tile the scales of its keys, by all lanes, before the warp arrives."""
 
     def __init__(self, role, work, edges, tiles):
         super().__init__(role, work, edges, tiles)
-        self.role, self.work, self.runs = role, work, role.block.run_scales
+        self.role, self.work, self.scales = role, work, role.block.kept_scales
         self.leaves = role.call.leaves(work, role.tiling.queries)
 
     def start_keys(self, at, k_slot):
         kernel, work, lane = self.role.kernel, self.work, cute.arch.lane_idx()
-        first = at * self.role.tiling.tile_n + lane * self.runs.scales.keys
-        head = work.h * self.role.tiling.packed_heads
-        place = ScoreTile(ONE, None, work.b, head, Int32(0), first)
-        found = self.runs.found(Evaluator(kernel.mods, self.leaves, place))
+        first, head = at * self.role.tiling.tile_n, work.h * self.role.tiling.packed_heads
+
+        def of_key(key):
+            return Evaluator(kernel.mods, self.leaves, ScoreTile(ONE, None, work.b, head, Int32(0), first + key))
+
+        found = self.scales.found(of_key, lane)
         self.k_edge.wait_empty(k_slot)
-        self.runs.put(found, lane, k_slot.index)
+        self.scales.put(found, lane, k_slot)
         cute.arch.sync_warp()
         self.k_edge.fill(k_slot)
         self.keys.start(at, k_slot.index, self.k_edge.full + k_slot.index)
@@ -111,14 +114,19 @@ class Fp8Block(HopperForwardBlock):
 
     def more_memory(self, smem):
         self.copied_v = self.edges[-1]
+        scales, tiling = self.mods.scales, self.tiling
+        if scales.by_key:
+            start = smem.allocate_array(Float32, tiling.numbers_of_keys, byte_alignment=16)
+            of_keys = scales, self.mods.score is not None, start, tiling.stages, tiling.tile_n
+            self.kept_scales = KeyScales(*of_keys)
 
     def memory_of_numbers(self, smem):
-        self.run_scales = None
+        self.kept_scales = None
         scales, stages = self.mods.scales, self.tiling.stages
-        if scales.keys:
+        if scales.keys and not scales.by_key:
             start = smem.allocate_array(Float32, 3 * RUNS_AT_MOST * stages, byte_alignment=16)
             count = self.tiling.tile_n // scales.keys
-            self.run_scales = RunScales(scales, self.mods.score is not None, start, stages, count)
+            self.kept_scales = RunScales(scales, self.mods.score is not None, start, stages, count)
 
     def values(self, smem):
         tiling = self.tiling

@@ -23,7 +23,7 @@ class Fp8Tiling(HopperTiling):
     Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup. (With
     scores of the next tile under the softmax D 128 reached 877 TFLOP/s, so 1,044; H200, S 16k.) `pieces`: so many times
     a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
-    output of one tile and the scores of the next.
+    output of one tile and the scores of the next. `scales_by_key`: K's or V's change with each key.
     """
 
     element_bytes: ClassVar[int] = 1
@@ -31,6 +31,12 @@ class Fp8Tiling(HopperTiling):
     kernel: str = FP8
     pieces: int = 1
     in_turns: bool = True
+    scales_by_key: bool = False
+
+    @property
+    def numbers_of_keys(self) -> int:
+        """In shared memory: three of each key of twice as many stages as K has."""
+        return 6 * self.stages * self.tile_n if self.scales_by_key else 0
 
     @property
     def offset(self) -> float:
@@ -75,7 +81,7 @@ class Fp8Tiling(HopperTiling):
         rows = q_stages * self.d + 2 * self.dv * self.separate_o
         keys = self.stages * self.tile_n
         turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED
-        return self.tile_m * rows + keys * (self.d + self.dv) + turned + ALIGNED
+        return self.tile_m * rows + keys * (self.d + self.dv) + turned + 4 * self.numbers_of_keys + ALIGNED
 
     def describe(self) -> dict[str, str]:
         said = super().describe()

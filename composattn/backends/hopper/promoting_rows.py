@@ -29,7 +29,7 @@ class SummedRuns(NamedTuple):
 
     @staticmethod
     def of(scales: Scales | None, tile_n: int) -> SummedRuns:
-        if scales is None or scales.values is None:
+        if scales is None or scales.values is None or scales.by_key:  # of each key, the softmax adds up
             return SummedRuns(tile_n, 0)
         return SummedRuns(scales.keys, tile_n // scales.keys)
 
@@ -79,9 +79,9 @@ class PromotingRows(GroupRows):
         round_to_e4m3(self.tOrP, probabilities)
 
     def read_beside(self, k_slot, ahead):
-        runs = self.block.run_scales
-        if runs is not None:
-            ahead[SCALES].factors, ahead[SCALES].lifts, ahead[SCALES].back = runs.get(k_slot.index)
+        scales = self.block.kept_scales
+        if scales is not None:
+            ahead[SCALES] = scales.get(k_slot, self.me.lane)
 
     def note_runs(self, tile):
         if tile.runs is not None and tile.runs.back:

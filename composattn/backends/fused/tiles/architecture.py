@@ -12,7 +12,6 @@ import torch
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....errors import BackendUnavailable, GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
-from ....mods.values import Values
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -43,7 +42,7 @@ def _no_table(problem: Problem, program: Program, target: Target, deterministic:
     return "by rules; no table says what was measured"
 
 
-def _never(problem: Problem, values: Values | None) -> bool:
+def _never(problem: Problem) -> bool:
     return False
 
 
@@ -80,7 +79,7 @@ class Architecture:
     forward_words: Callable[[Problem, Program, Target], str] = _no_table
     backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
-    multiplies_eight_bits: Callable[[Problem, Values | None], bool] = _never
+    multiplies_eight_bits: Callable[[Problem], bool] = _never
     copies_boxes: bool = True
     elsewhere: Target | None = None
 
