@@ -41,6 +41,7 @@ TILINGS: dict[str, dict[str, Any]] = {
     "3 x 128": {"tile_m": 192, "tile_n": 128, "pieces": 1, "in_turns": True},
     "3 x 128, at will": {"tile_m": 192, "tile_n": 128, "pieces": 1, "in_turns": False},
     "3 x 128, 2 pieces, at will": {"tile_m": 192, "tile_n": 128, "pieces": 2, "in_turns": False},
+    "with LSE": {},
     "2 x 128": {"tile_m": 128, "tile_n": 128, "pieces": 1, "in_turns": True},
     "2 x 128, 8 pieces, at will": {"tile_m": 128, "tile_n": 128, "pieces": 8, "in_turns": False},
     "2 x 96, 8 pieces, at will": {"tile_m": 128, "tile_n": 96, "pieces": 8, "in_turns": False},
@@ -66,6 +67,11 @@ class Case:
         return f"{self.scales}, {self.tiling}"
 
     @property
+    def has_lse(self) -> bool:
+        """Then the softmax adds probabilities up, not a product."""
+        return self.tiling == "with LSE"
+
+    @property
     def flops(self) -> float:
         return 4 * HEADS[self.d] * TOKENS**2 * self.d * (0.5 if self.masked else 1.0)
 
@@ -86,7 +92,7 @@ class Case:
         program = Program(
             score, causal().expr if self.masked else None, values=None if given.values is None else given.values.expr
         )
-        plan = plan_forward(problem, program, HOPPER, return_lse=False)
+        plan = plan_forward(problem, program, HOPPER, return_lse=self.has_lse)
         changed = TILINGS[self.tiling]
         if changed:
             tiling = dataclasses.replace(plan.tiling, **changed)
@@ -102,6 +108,8 @@ def cases() -> Iterator[Case]:
         for scales in ("block 64", "block 128", "token"):
             yield Case(128, scales, "plain", masked, "3 x 128, 2 pieces, at will")
         yield Case(128, "token", "plain", masked, "2 x 128")
+        for scales in ("head", "block 64", "block 128"):
+            yield Case(128, scales, "plain", masked, "with LSE")
     for d in (64, 256):
         for scales in SCALES:
             yield Case(d, scales, "plain", False, "chosen")
@@ -158,8 +166,9 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
         plan, reads = case.plan(made)
         q8, k8, v8 = (x.data for x in made)
         launcher, out = ForwardLauncher(plan), torch.full_like(q, torch.nan)
+        lse = torch.empty(q.shape[:3], device="cuda") if case.has_lse else None
         return (
-            lambda: launcher.fill(q8, k8, v8, out, None, None, first.d**-0.5, reads, ()),
+            lambda: launcher.fill(q8, k8, v8, out, lse, None, first.d**-0.5, reads, ()),
             lambda: float((out.float() - want).norm() / want.norm()),
         )
 

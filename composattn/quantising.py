@@ -51,7 +51,7 @@ def quantize(
     scale: one for each sequence and "head" (of packed rows for each head alone), for each "block" of `block` rows (a
         power of two; dense ones only), or for each row, "token".
     hadamard: q and k are rotated together, in blocks of channels as large as the power of two that divides D: 32 of 96.
-    center: k's mean over its rows is taken from it. Scores get it back before the score mod, as one number a query, so
+    center: k's mean, of 1,024 rows or more, is taken from it. Scores get it back before the score mod, as one number a query, so
         every mod, LSE and sinks are right.
     power_of_two: scales are powers of two. False: 1, 1.25, 1.5 or 1.75 times one, by which of these the numbers that
         share the scale are rounded best. `dequantised` is exact in 16 bits by either.
@@ -76,14 +76,13 @@ def quantize(
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+MEAN_OF = 1024
 
 
 def _quantized(given: Tensors, how: Rounding) -> QuantizedInputs:
     mean = None
     if how.center:
-        k = given[1]
-        wide = torch.promote_types(k.dtype, torch.float32)
-        mean = k.detach().mean(-2 if k.ndim == 4 else 0, keepdim=True, dtype=wide)
+        mean = _mean(given[1].detach())
     if not _is_followed(given):
         q, k, v = (_by_head(x).resolve_neg() for x in given)  # kernels read what lies in memory
         target = target_of((q, k, v), how)
@@ -91,6 +90,18 @@ def _quantized(given: Tensors, how: Rounding) -> QuantizedInputs:
             found = rounded((q, k, v), None if mean is None else _by_head(mean), how, target)
             return _of_kernels(given, how, found)
     return _of_torch(given, mean, how)
+
+
+def _mean(k: torch.Tensor) -> torch.Tensor:
+    """The mean of `MEAN_OF` rows or some more of each head, evenly spaced: (B, H, 1, D), or (1, H, D) of packed rows.
+
+    Whatever is taken from all keys is put back exactly: this is as good as the mean of all, of which torch takes 40 µs
+    for 16k rows of 16 heads (H200), a third of what else there is to do.
+    """
+    dim = -2 if k.ndim == 4 else 0
+    every = max(1, k.shape[dim] // MEAN_OF)
+    some = k[:, :, ::every] if k.ndim == 4 else k[::every]
+    return some.mean(dim, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))
 
 
 def _is_followed(given: Tensors) -> bool:

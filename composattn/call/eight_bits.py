@@ -85,14 +85,15 @@ def refuse_narrow_gradient(name: str, t: torch.Tensor) -> None:
 
 
 def scale_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32: the least power of two that numbers up to `largest` are divided by to fit into `dtype`; 1 where all are 0.
+    """fp32: the least power of two that numbers up to `largest` are divided by to fit into `dtype`.
 
-    At least 2^-126, which 1 is divided by.
+    At least 2^-126, which 1 is divided by. That is the scale of zeros: products of 8 bits have little room for others'
+    beside a large one.
     """
     mantissa, exponent = torch.frexp(largest.float() / torch.finfo(dtype).max)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)  # mantissas of [0.5, 1): a power of two itself has 0.5
     least = (exponent.clamp_min(-126) + 127 << 23).view(torch.float32)  # as bits: ldexp is inexact on some devices
-    return torch.where(largest == 0, 1.0, least)
+    return torch.where(largest == 0, 2.0**-126, least)
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

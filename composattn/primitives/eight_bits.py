@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .values import choose, larger
+from .values import larger
 
 
 class EightBitFormat(NamedTuple):
@@ -19,15 +19,11 @@ class EightBitFormat(NamedTuple):
     digits: int
 
     def scale(self, largest: Float32, mantissa: Any, inverse: Any) -> tuple[Float32, Float32]:
-        """The least `mantissa` · 2^n, n at least -126, by which `largest` fits, and what to multiply by; 1 of 0."""
+        """The least `mantissa` · 2^n, n at least -126, by which `largest` fits, and what to multiply by."""
         bits = (largest * inverse).bitcast(Int32)
         exponent = larger((bits + ABOVE_1_75 >> 23) - self.top, 1)
-        empty = largest == 0.0
         scale, factor = (e << 23 for e in (exponent, 254 - exponent))
-        return (
-            choose(empty, Float32(1.0), scale.bitcast(Float32) * mantissa),
-            choose(empty, Float32(1.0), factor.bitcast(Float32) * inverse),
-        )
+        return scale.bitcast(Float32) * mantissa, factor.bitcast(Float32) * inverse
 
     def rounding_error(self, x: Float32, mantissa: float) -> Float32:
         """What rounding `x` at this scale, times any power of two, adds to it, in units of the scale."""

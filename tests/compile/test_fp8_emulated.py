@@ -33,6 +33,7 @@ from composattn.emulator.capture import Captured
 from composattn.emulator.findings import Finding
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.emulator.text import compile_ptx
+from composattn.graph.factors import scales_of
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.primitives import emit_scales
 from composattn.primitives.rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
@@ -199,13 +200,93 @@ def test_blocks_with_no_value_but_0_and_scales_of_0_are_right() -> None:
     case = fp8_case(how={"scale": "block"})
     q_scale, k_scale, v_scale = (scale.clone() for scale in case.scales)
     v_scale[:, :, 1], k_scale[:, :, 0], q_scale[:, :, 2] = 0.0, 0.0, 0.0
-    check(attention, dataclasses.replace(case, scales=(q_scale, k_scale, v_scale)))
+    case = dataclasses.replace(case, scales=(q_scale, k_scale, v_scale))
+    check(attention, case)
+    check(without_lse, case)
 
 
-def test_scales_of_each_key_multiply_scores() -> None:
-    made = fp8_case(grows=2.0, how={"scale": "token"})
-    of_heads = fp8_case(grows=2.0).scales[2]
-    check(attention, dataclasses.replace(made, scales=(*made.scales[:2], of_heads), mask_mod=causal()))
+BY_ROW = {"scale": "token", "power_of_two": False}
+TOKENS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal ALiBi": {"mask_mod": causal(), "score_mod": alibi(HQ)},
+    "a soft cap": {"score_mod": softcap(3.0)},
+    "dropout and sinks": {"dropout": (0.25, 3), "sinks": torch.linspace(-1.0, 2.0, HQ)},
+    "D 192 and 128": {"d": 192, "dv": 128, "lengths": (130, 300)},
+    "D 256": {"d": 256, "lengths": (130, 200)},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("full", "causal ALiBi") else pytest.param(name, marks=pytest.mark.slow) for name in TOKENS]
+)
+def test_scales_of_each_row_are_right(name: str, multiplied: list[str]) -> None:
+    check(attention, fp8_case(grows=2.0, how=BY_ROW, **TOKENS[name]))
+    assert multiplied == [FP8]
+
+
+@pytest.mark.parametrize("of_k", ["k by row", "k by head"])
+@pytest.mark.parametrize("of_v", ["v by row", "v by head"])
+def test_scales_of_some_rows_and_some_heads_are_right(of_k: str, of_v: str, multiplied: list[str]) -> None:
+    by_row, by_head = fp8_case(grows=2.0, how=BY_ROW), fp8_case(grows=2.0)
+    k, v = (by_row if "row" in of else by_head for of in (of_k, of_v))
+    scales = by_head.scales[0], k.scales[1], v.scales[2]
+    case = dataclasses.replace(by_head, k=k.k, v=v.v, scales=scales, mask_mod=causal())
+    check(without_lse, case)
+    check(without_lse, dataclasses.replace(case, scales=(by_row.scales[0], *scales[1:]), q=by_row.q))
+    assert set(multiplied) == {FP8}
+
+
+def test_scales_of_each_row_are_right_in_packed_sequences(multiplied: list[str]) -> None:
+    case = fp8_case(grows=2.0, how=BY_ROW)
+    ends = torch.tensor([0, 40, 150], dtype=torch.int32)
+    q, k, v, *scales = (t[0, :, :150].transpose(0, 1).contiguous() for t in (case.q, case.k, case.v, *case.scales))
+    check(attention, dataclasses.replace(case, q=q, k=k, v=v, scales=tuple(scales), varlen=ca.Varlen(ends)))
+    assert multiplied == [FP8]
+
+
+def test_scales_of_each_row_are_right_in_parts_of_the_keys_and_of_heads_that_share_a_tile(
+    multiplied: list[str],
+) -> None:
+    """With LSE and the largest scores, which are those of scores alone."""
+    make = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, h, n, 64, generator=make) for h, n in ((16, 20), (2, 400), (2, 400)))
+    sizes = 2.0 ** (torch.arange(400) // 32 % 8)[:, None]
+    made = ca.quantize(q, k * sizes.sqrt(), v * sizes.flip(0) + 1.0, center=False, scale="token")
+    case = Case(*(x.data for x in made), scales=tuple(x.scale for x in made), out_dtype=torch.bfloat16)
+    check(partial(attention, schedule=ca.Schedule(split_kv=2)), case)
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    top, exact = (
+        ca.attention(case.q, case.k, case.v, **scales, return_max_scores=True, backend=backend)[1]
+        for backend in ("hopper-emulated", "reference")
+    )
+    assert (top - exact).abs().max() < 2e-3 * exact.abs().max()
+    assert set(multiplied) == {FP8}
+
+
+@pytest.mark.parametrize("mode", [LATE, random_mode(1), random_mode(2)], ids=["late", "random 1", "random 2"])
+def test_no_order_of_warps_changes_what_scales_of_each_key_give(mode: Mode) -> None:
+    """Scales of five tiles come to memory of four, read behind the release of K's stage."""
+    case = fp8_case(grows=2.0, lengths=(130, 600), how=BY_ROW)
+    given: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    given["schedule"] = ca.Schedule(split_kv=1)
+    with emulating(EAGER):
+        expected = attention(case.q, case.k, case.v, **given)
+    with emulating(mode):
+        assert torch.equal(attention(case.q, case.k, case.v, **given), expected)
+    check(partial(attention, schedule=ca.Schedule(split_kv=1)), case)
+
+
+def test_values_that_are_0_leave_room_for_others() -> None:
+    """Where 64 rows of V are 0, products of 8 bits hold the others', which are small, by row and by block."""
+    make = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, h, n, 64, generator=make) for h, n in ((HQ, 150), (H, 200), (H, 200)))
+    v = (v + 1) * 2.0**-16
+    v[:, :, 64:128] = 0
+    for scale in ("token", "block"):
+        made = ca.quantize(q, k, v, center=False, scale=scale)
+        case = Case(*(x.data for x in made), scales=tuple(x.scale for x in made), out_dtype=torch.bfloat16)
+        check(attention, case)
+        check(without_lse, case)
 
 
 FACTORS: dict[str, tuple[torch.Tensor, Any]] = {
@@ -263,15 +344,15 @@ def asked(**changes: Any) -> Problem:
     ids=str,
 )  # fmt: skip
 def test_calls_with_no_products_of_8_bits_have_their_queries_widened(changes: dict[str, Any]) -> None:
-    assert eight_bits.multiplies_eight_bits(asked(), None)
-    assert not eight_bits.multiplies_eight_bits(asked(**changes), None)
+    assert eight_bits.multiplies_eight_bits(asked())
+    assert not eight_bits.multiplies_eight_bits(asked(**changes))
 
 
-@pytest.mark.parametrize(("keys", "multiplied"), [(1, False), (16, False), (32, True), (4096, True)])
-def test_values_with_a_scale_for_32_keys_or_more_are_multiplied_in_8_bits(keys: int, multiplied: bool) -> None:
+@pytest.mark.parametrize(("keys", "run"), [(1, 1), (16, 1), (32, 32), (2048, 128)])
+def test_scales_of_32_keys_or_more_are_those_of_runs_of_keys(keys: int, run: int) -> None:
     tensors = [torch.empty(1, H, 4096, 8)] * 3
     values = scaled_values(rows_of(*tensors, None, None)[2], torch.ones(1, H, 4096 // keys, 1))
-    assert eight_bits.multiplies_eight_bits(asked(), values) == multiplied
+    assert scales_of(None, values.expr, 128, lambda node: node.rate)[1].keys == run
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
@@ -344,16 +425,21 @@ def without_rows(right: Any) -> Any:
     return wrong
 
 
+def with_first_runs(read: emit_scales.ReadScales) -> emit_scales.ReadScales:
+    of_runs = read.factors, read.lifts, read.back
+    return emit_scales.ReadScales(*(of[:1] * len(of) for of in of_runs))
+
+
 WRONG_BLOCKS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "k's and v's of the first block for all": (
         emit_scales.RunScales,
         "get",
-        lambda right: lambda self, stage: [of[:1] * len(of) for of in right(self, stage)]
+        lambda right: lambda self, slot, lane: with_first_runs(right(self, slot, lane))
     ),
     "scales beside another tile": (
         emit_scales.RunScales,
         "put",
-        lambda right: lambda self, found, run, stage: right(self, found, run, stage ^ 1),
+        lambda right: lambda self, found, lane, slot: right(self, found, lane, slot.next()),
     ),
     "none of q": (emit_scales.BoundScales, "of_softmax", without_rows),
     "v's are not taken back": (SummedRuns, "at", lambda right: lambda self, numbers, lane: [Float32(1.0)] * 2),
@@ -369,6 +455,36 @@ def test_a_scale_of_another_block_is_found(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(where, method, wrong(getattr(where, method)))
     with pytest.raises((AssertionError, Finding), match=r"out is off|that nothing orders"):
         check(without_lse, fp8_case(grows=2.0, how={"scale": "block", "power_of_two": False}))
+
+
+WRONG_KEYS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "in the order of keys": (
+        emit_scales.OfKeys,
+        "_four",
+        lambda right: lambda self, i, first: right(self, i, first)[::-1],
+    ),
+    "of the first 16 for all": (
+        emit_scales.OfKeys,
+        "_four",
+        lambda right: lambda self, i, first: right(self, i, 0),
+    ),
+    "where K's stage is": (emit_scales.KeyScales, "_stage", lambda right: lambda self, slot: slot.index),
+    "v's are not taken back": (
+        emit_scales.OfKeys,
+        "back",
+        lambda right: lambda self, first: [Float32(1.0)] * self.together,
+    ),
+    "none of q": (emit_scales.BoundScales, "of_softmax", without_rows),
+}
+
+
+@pytest.mark.usefixtures("unkept")
+@pytest.mark.parametrize("name", WRONG_KEYS)
+def test_a_scale_of_another_key_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, method, wrong = WRONG_KEYS[name]
+    monkeypatch.setattr(where, method, wrong(getattr(where, method)))
+    with pytest.raises((AssertionError, Finding), match=r"out is off|that nothing orders"), emulating(LATE):
+        check(without_lse, fp8_case(grows=1.5, lengths=(130, 600), how=BY_ROW))
 
 
 class NeverPromotingRows(GroupRows):

@@ -63,13 +63,13 @@ class Quantise(Kernel):
         loaded = [rows.load(x.given, step, taken) for step in range(rows.steps)]
         if const_expr(turned_mean is not None):
             _rotate_mean_if(rows.is_first, rows, taken, turned_mean)
-        largest = [_largest(values) for values in loaded]
+        largest = [choose(rows.has(step), _largest(values), Float32(0.0)) for step, values in enumerate(loaded)]
         if const_expr(self.plan.finds_largest):
             self.leave_largest(x.largest[rows.b, rows.head, None], self.of_block(shared, largest, [])[0])
         elif const_expr(self.plan.scale == "token"):
             for step in cutlass.range_constexpr(rows.steps):
                 of_row = [over_lanes(op, number, neighbours(rows.lanes)) for op, number in [
-                    (cute.arch.fmax, largest[step]), *((add, e) for e in self.errors(loaded[step]))
+                    (cute.arch.fmax, largest[step]), *((add, e) for e in self.errors(loaded[step], rows.has(step)))
                 ]]  # fmt: skip
                 scale, factor = self.scale(*of_row)
                 rows.store_scale(x.scale, rows.row(step), scale, (rows.member == 0) & rows.has_row(step))
@@ -78,7 +78,7 @@ class Quantise(Kernel):
             if const_expr(self.plan.scale == "head"):
                 scale, factor = self.scale(x.largest[rows.b, rows.head, 0].bitcast(Float32))
             else:
-                errors = [self.errors(values) for values in loaded]
+                errors = [self.errors(values, rows.has(step)) for step, values in enumerate(loaded)]
                 scale, factor = self.scale(
                     *self.of_block(shared, largest, [total(e) for e in zip(*errors, strict=True)])
                 )
@@ -87,12 +87,13 @@ class Quantise(Kernel):
             for step in cutlass.range_constexpr(rows.steps):
                 rows.store(x.data, step, loaded[step], factor, self.format)
 
-    def errors(self, values):
-        """Squares of what rounding leaves, summed, by mantissa; none where scales are powers of two."""
+    def errors(self, values, there):
+        """Squares of what rounding leaves of numbers that are `there`, summed, by mantissa; none of powers of two."""
         if self.plan.power_of_two:
             return []
         found = [[self.format.rounding_error(x, m) for x in values] for m in MANTISSAS]
-        return [total(e * e for e in of) * (m * m) for of, m in zip(found, MANTISSAS, strict=True)]
+        sums = [total(e * e for e in of) * (m * m) for of, m in zip(found, MANTISSAS, strict=True)]
+        return [choose(there, x, Float32(0.0)) for x in sums]
 
     def scale(self, largest, *errors):
         """The mantissa of the least error, times the least power of two that fits; and what to multiply by."""
@@ -133,7 +134,8 @@ class BlockRows(Fixed):
         thread = cute.arch.thread_idx()[0]
         _, heads, self.length, _ = shape
         tiles = cute.ceil_div(self.length, plan.rows)
-        self.tile, self.head, self.b = number % tiles, number // tiles % heads, number // (tiles * heads)
+        sequence, self.tile = number // tiles, number % tiles
+        self.b, self.head = sequence // heads, sequence % heads
         self.is_first, self.of_block = self.tile == 0, thread // self.lanes
         self.first, self.rows, self.member = self.tile * plan.rows, plan.rows, thread % self.lanes
         self.column = self.member * self.elements
@@ -147,12 +149,15 @@ class BlockRows(Fixed):
         inside = self.row(step) < self.length
         return inside if self.at_once * self.steps == self.rows else inside & (self.of_block < self.rows)
 
+    def has(self, step: int):
+        """Whether a thread has numbers of a row."""
+        return self.has_row(step) & self.has_columns
+
     def load(self, given, step: int, taken):
-        """A thread's numbers of a row, less those `taken`, rotated; 0 where there is no such row."""
-        values = self.numbers(given, self.row(step), self.has_row(step) & self.has_columns)
+        """A thread's numbers of a row, less those `taken`, rotated; some others where it `has` none."""
+        values = self.numbers(given, self.row(step), self.has(step))
         if taken is not None:
-            inside = self.has_row(step)
-            values = [choose(inside, x - m, Float32(0.0)) for x, m in zip(values, taken, strict=True)]
+            values = [x - m for x, m in zip(values, taken, strict=True)]
         return values if self.rotation is None else self.rotation(values)
 
     def numbers(self, given, row, inside):
@@ -162,7 +167,7 @@ class BlockRows(Fixed):
         loaded = cute.make_rmem_tensor((wide, self.elements // wide), given.element_type)
         start = source.iterator + choose(inside, self.column, 0)
         move(cute.make_tensor(aligned(start), loaded.layout), loaded)
-        return [choose(inside, loaded[i].to(Float32), Float32(0.0)) for i in range(self.elements)]
+        return [loaded[i].to(Float32) for i in range(self.elements)]
 
     @cute.jit
     def store(self, data, step: cutlass.Constexpr[int], values: cutlass.Constexpr, factor, format: cutlass.Constexpr):
@@ -171,7 +176,7 @@ class BlockRows(Fixed):
         scaled = [x * factor for x in values]
         for i in cutlass.range_constexpr(self.elements // 4):
             words[i] = format.word(scaled[4 * i : 4 * i + 4])
-        if self.has_row(step) & self.has_columns:
+        if self.has(step):
             target = cute.recast_ptr(data[self.b, self.head, self.row(step), None].iterator + self.column, dtype=Int32)
             start = cute.make_ptr(Int32, target.toint(), target.memspace, assumed_align=self.elements)
             move(words, cute.make_tensor(start, words.layout))
