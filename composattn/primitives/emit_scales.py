@@ -22,13 +22,14 @@ from ..graph.expr import DType, Expr
 from ..graph.factors import RUNS, Scales
 from .emit_ops import convert
 from .exponential import LN_2, exp2, log2
-from .lanes import LANES
+from .lanes import LANES, neighbours, over_lanes
 from .pipelines import Slot
 from .score_tile import Runs, ScoreTile
 from .values import Fixed, aligned, choose, move
 
 LEAST_SCALE = 2.0**-100  # above 0, as -inf times 0 is NaN
 RUNS_AT_MOST = max(RUNS) // min(RUNS)  # in a tile
+NEAR = 4.0  # e4m3 holds 2^17: what is left is 2^13 below a row's largest probability
 
 
 class KeptScales(Fixed):
@@ -37,6 +38,9 @@ class KeptScales(Fixed):
     Three numbers of each run of keys: the factor of its scores, what is added for V, and what takes that back from
     sums. Each thread that found them itself took a quarter of a tile's instructions for it.
     """
+
+    def begin(self) -> None:
+        """Before the first tile of a row's keys, by the warp that writes."""
 
     def __init__(self, scales: Scales, bends: bool, kept: cute.Tensor) -> None:
         self.scales, self.bends, self.kept = scales, bends, kept
@@ -58,16 +62,34 @@ class KeptScales(Fixed):
 
 
 class RunScales(KeptScales):
-    """Of `count` runs in a tile; `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`."""
+    """Of `count` runs in a tile; `start`: four rows of `RUNS_AT_MOST` numbers for each of `stages`.
+
+    The fourth is whether no key before has a scale of V that is more than 2^`NEAR` times one of the tile: a sum of
+    probabilities of 8 bits, scaled, is as good as one without scales then. Else it would lose those of small scales.
+    """
 
     def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
-        layout = cute.make_layout((RUNS_AT_MOST, 3, stages), stride=(1, RUNS_AT_MOST, 3 * RUNS_AT_MOST))
+        layout = cute.make_layout((RUNS_AT_MOST, 4, stages), stride=(1, RUNS_AT_MOST, 4 * RUNS_AT_MOST))
         super().__init__(scales, bends, cute.make_tensor(start, layout))
-        self.count = count
+        self.count, self.unit = count, LN_2 if bends else 1.0
+
+    def begin(self) -> None:
+        self.most = cute.make_rmem_tensor(1, Float32)
+        self.most.fill(-Float32.inf)
 
     def found(self, of_key: Callable[[Any], Any], lane: Any) -> list[Any]:
         """The numbers of the lane-th run; `of_key` evaluates at a key of the tile."""
-        return self.numbers(of_key(lane * self.scales.keys))
+        found = self.numbers(of_key(lane * self.scales.keys))
+        lift = found[1]
+        if lift is None:
+            return [*found, None]
+        inside, of_runs = lane % RUNS_AT_MOST < self.count, neighbours(RUNS_AT_MOST)
+        self.most[0] = cute.arch.fmax(
+            self.most[0], over_lanes(cute.arch.fmax, choose(inside, lift, -Float32.inf), of_runs)
+        )
+        least = -over_lanes(cute.arch.fmax, choose(inside, -lift, -Float32.inf), of_runs)
+        near = self.most[0] - least <= NEAR * self.unit
+        return [*found, choose(near, Float32(1.0), Float32(0.0))]
 
     def put(self, found: list[Any], lane: Any, slot: Slot) -> None:
         """By each of the first lanes; those behind the last run too, as four numbers are read at once."""
@@ -77,7 +99,7 @@ class RunScales(KeptScales):
         """All of them; none where all are 1."""
         stage = slot.index
         found = [[self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(self.there)]
-        return ReadScales(*found)
+        return ReadScales(*found, near=self.kept[0, 3, stage] if self.scales.values is not None else None)
 
 
 class KeyScales(KeptScales):
@@ -158,6 +180,7 @@ class ReadScales(Fixed):
     factors: list[Any] = dataclasses.field(default_factory=list)
     lifts: list[Any] = dataclasses.field(default_factory=list)
     back: list[Any] = dataclasses.field(default_factory=list)
+    near: Any = None
     of_keys: OfKeys | None = None
 
 
@@ -203,7 +226,7 @@ class BoundScales(Fixed):
                 if factor is not None:
                     tile.values[r, c] = tile.values[r, c] * factor
         if self.by_rows or read.lifts:
-            tile.runs = Runs(wide, self._factors(read, tile.columns // wide), read.lifts, read.back)
+            tile.runs = Runs(wide, self._factors(read, tile.columns // wide), read.lifts, read.back, read.near)
 
     def _apply_of_keys(self, tile: ScoreTile, numbers: OfKeys) -> None:
         for first in range(0, tile.columns, numbers.together):

@@ -80,6 +80,7 @@ class KeyCopiesWithScales(KeyCopies):
         super().__init__(role, work, edges, tiles)
         self.role, self.work, self.scales = role, work, role.block.kept_scales
         self.leaves = role.call.leaves(work, role.tiling.queries)
+        self.scales.begin()
 
     def start_keys(self, at, k_slot):
         kernel, work, lane = self.role.kernel, self.work, cute.arch.lane_idx()
@@ -124,7 +125,7 @@ class Fp8Block(HopperForwardBlock):
         self.kept_scales = None
         scales, stages = self.mods.scales, self.tiling.stages
         if scales.keys and not scales.by_key:
-            start = smem.allocate_array(Float32, 3 * RUNS_AT_MOST * stages, byte_alignment=16)
+            start = smem.allocate_array(Float32, 4 * RUNS_AT_MOST * stages, byte_alignment=16)
             count = self.tiling.tile_n // scales.keys
             self.kept_scales = RunScales(scales, self.mods.score is not None, start, stages, count)
 

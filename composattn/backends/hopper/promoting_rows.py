@@ -86,7 +86,7 @@ class PromotingRows(GroupRows):
     def note_runs(self, tile):
         if tile.runs is not None and tile.runs.back:
             for kept, back in zip(self.back, self.products.summed_runs.at(tile.runs.back, self.me.lane), strict=True):
-                kept[0] = back
+                kept[0] = back * tile.runs.near
 
     def step(self, n, tested, k_slot, v_slot):
         """The output of the tile before, then scores of kv tile `n`: what holds their sums are the same registers."""
@@ -141,6 +141,9 @@ class PromotingRows(GroupRows):
     def normalize_by_products(self):
         normalizer = cute.make_rmem_tensor(self.shape.rows, Float32)
         totals = [self.products.summed_runs.of_all_lanes(self.total[r]) for r in range(self.shape.rows)]
+        if self.back:  # tiles that products did not sum
+            by_softmax = (self.shape.along_row(add, self.softmax.total[r]) for r in range(self.shape.rows))
+            totals = [a + b for a, b in zip(totals, by_softmax, strict=True)]
         self.softmax.normalize_by(normalizer, totals, self.sink_of_row)
         self.multiply(normalizer)
 
