@@ -3,7 +3,7 @@
 A probability is 2^(score * scale - shift), one multiply-add for each score. Scales of a head, a row or a run of keys
 make its `scale`. That of V of a run makes its shift: P by a scale is a score plus the scale's logarithm, so that the
 largest P of a row, scaled, is 1, whatever scales are, as a P of 8 bits needs it. The row's sum takes each run's scale
-back. Scales of each key are three numbers of it: one multiply-add for each score, and one in the row's sum, more.
+back. Where a tile is one run, V's scale is the unit of the output instead, and P has nothing of it. Scales of each key are three numbers of it: one multiply-add for each score, and one in the row's sum, more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from ..graph.expr import DType, Expr
 from ..graph.factors import RUNS, Scales
 from .emit_ops import convert
 from .exponential import LN_2, exp2, log2
-from .lanes import LANES, neighbours, over_lanes
+from .lanes import LANES
 from .pipelines import Slot
 from .score_tile import Runs, ScoreTile
 from .values import Fixed, aligned, choose, move
 
 LEAST_SCALE = 2.0**-100  # above 0, as -inf times 0 is NaN
 RUNS_AT_MOST = max(RUNS) // min(RUNS)  # in a tile
-NEAR = 4.0  # e4m3 holds 2^17: what is left is 2^13 below a row's largest probability
 
 
 class KeptScales(Fixed):
@@ -39,21 +38,25 @@ class KeptScales(Fixed):
     sums. Each thread that found them itself took a quarter of a tile's instructions for it.
     """
 
-    def begin(self) -> None:
-        """Before the first tile of a row's keys, by the warp that writes."""
-
     def __init__(self, scales: Scales, bends: bool, kept: cute.Tensor) -> None:
         self.scales, self.bends, self.kept = scales, bends, kept
 
+    def begin(self) -> None:
+        """By the warp that writes, before a row's first tile."""
+
     def numbers(self, at: Any) -> list[Any]:
         """The three of the run in which the tile of `at` begins; None: as if there was none."""
-        factor = _product(_number(at, node) for node in self.scales.runs)
-        if factor is not None and not self.scales.by_key:
-            factor = choose(factor >= 0.0, factor, Float32(math.nan))
+        factor = self.factor(at)
         if self.scales.values is None:
             return [factor, None, None]
         logarithm = log2(_number(at, self.scales.values) + LEAST_SCALE)
         return [factor, logarithm * LN_2 if self.bends else logarithm, exp2(-logarithm)]
+
+    def factor(self, at: Any) -> Any:
+        factor = _product(_number(at, node) for node in self.scales.runs)
+        if factor is None or self.scales.by_key:  # a key's multiplies the score itself
+            return factor
+        return choose(factor >= 0.0, factor, Float32(math.nan))
 
     @property
     def there(self) -> tuple[bool, bool, bool]:
@@ -61,35 +64,55 @@ class KeptScales(Fixed):
         return bool(self.scales.runs), self.scales.values is not None, self.scales.values is not None
 
 
-class RunScales(KeptScales):
-    """Of `count` runs in a tile; `start`: four rows of `RUNS_AT_MOST` numbers for each of `stages`.
+class TileScales(KeptScales):
+    """Of tiles that are one run each. V's scale is the unit of an output that is summed tile by tile.
 
-    The fourth is whether no key before has a scale of V that is more than 2^`NEAR` times one of the tile: a sum of
-    probabilities of 8 bits, scaled, is as good as one without scales then. Else it would lose those of small scales.
+    `start`: four numbers for each of `stages`. The factor of scores, what an output in the unit of the tile before is
+    multiplied by to be in the tile's, and that unit: V's scale, but no less than 2^-60 of the largest before, so that
+    no output in it overflows.
     """
 
-    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
-        layout = cute.make_layout((RUNS_AT_MOST, 4, stages), stride=(1, RUNS_AT_MOST, 4 * RUNS_AT_MOST))
-        super().__init__(scales, bends, cute.make_tensor(start, layout))
-        self.count, self.unit = count, LN_2 if bends else 1.0
+    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int) -> None:
+        super().__init__(scales, bends, cute.make_tensor(start, cute.make_layout((1, 4, stages), stride=(1, 1, 4))))
 
     def begin(self) -> None:
-        self.most = cute.make_rmem_tensor(1, Float32)
-        self.most.fill(-Float32.inf)
+        self.unit, self.most = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
+        self.unit.fill(1.0)
+        self.most.fill(0.0)
+
+    def found(self, of_key: Callable[[Any], Any], lane: Any) -> list[Any]:
+        """The three numbers; `of_key` evaluates at a key of the tile."""
+        at, values = of_key(Int32(0)), self.scales.values
+        if values is None:
+            return [self.factor(at), None, None]
+        scale, before = _number(at, values), self.unit[0]
+        self.unit[0] = cute.arch.fmax(cute.arch.fmax(scale, self.most[0] * 2.0**-60), Float32(LEAST_SCALE))
+        self.most[0] = cute.arch.fmax(scale, self.most[0])
+        return [self.factor(at), before / self.unit[0], choose(scale >= 0.0, self.unit[0], Float32(math.nan))]
+
+    def put(self, found: list[Any], lane: Any, slot: Slot) -> None:
+        """All four, as they are read at once."""
+        four = [Float32(0.0) if number is None else number for number in [*found, None]]
+        _put_if(self.kept, four, Int32(0), slot.index, lane == 0)
+
+    def get(self, slot: Slot, lane: Any) -> ReadScales:
+        factor, change, unit = (
+            self.kept[0, i, slot.index] if there else None for i, there in enumerate(self.there)
+        )
+        return ReadScales([] if factor is None else [factor], change=change, unit=unit)
+
+
+class RunScales(KeptScales):
+    """Of `count` runs in a tile; `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`."""
+
+    def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
+        layout = cute.make_layout((RUNS_AT_MOST, 3, stages), stride=(1, RUNS_AT_MOST, 3 * RUNS_AT_MOST))
+        super().__init__(scales, bends, cute.make_tensor(start, layout))
+        self.count = count
 
     def found(self, of_key: Callable[[Any], Any], lane: Any) -> list[Any]:
         """The numbers of the lane-th run; `of_key` evaluates at a key of the tile."""
-        found = self.numbers(of_key(lane * self.scales.keys))
-        lift = found[1]
-        if lift is None:
-            return [*found, None]
-        inside, of_runs = lane % RUNS_AT_MOST < self.count, neighbours(RUNS_AT_MOST)
-        self.most[0] = cute.arch.fmax(
-            self.most[0], over_lanes(cute.arch.fmax, choose(inside, lift, -Float32.inf), of_runs)
-        )
-        least = -over_lanes(cute.arch.fmax, choose(inside, -lift, -Float32.inf), of_runs)
-        near = self.most[0] - least <= NEAR * self.unit
-        return [*found, choose(near, Float32(1.0), Float32(0.0))]
+        return self.numbers(of_key(lane * self.scales.keys))
 
     def put(self, found: list[Any], lane: Any, slot: Slot) -> None:
         """By each of the first lanes; those behind the last run too, as four numbers are read at once."""
@@ -99,7 +122,7 @@ class RunScales(KeptScales):
         """All of them; none where all are 1."""
         stage = slot.index
         found = [[self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(self.there)]
-        return ReadScales(*found, near=self.kept[0, 3, stage] if self.scales.values is not None else None)
+        return ReadScales(*found)
 
 
 class KeyScales(KeptScales):
@@ -180,8 +203,9 @@ class ReadScales(Fixed):
     factors: list[Any] = dataclasses.field(default_factory=list)
     lifts: list[Any] = dataclasses.field(default_factory=list)
     back: list[Any] = dataclasses.field(default_factory=list)
-    near: Any = None
     of_keys: OfKeys | None = None
+    change: Any = None
+    unit: Any = None
 
 
 class BoundScales(Fixed):
@@ -226,7 +250,7 @@ class BoundScales(Fixed):
                 if factor is not None:
                     tile.values[r, c] = tile.values[r, c] * factor
         if self.by_rows or read.lifts:
-            tile.runs = Runs(wide, self._factors(read, tile.columns // wide), read.lifts, read.back, read.near)
+            tile.runs = Runs(wide, self._factors(read, tile.columns // wide), read.lifts, read.back)
 
     def _apply_of_keys(self, tile: ScoreTile, numbers: OfKeys) -> None:
         for first in range(0, tile.columns, numbers.together):
@@ -283,4 +307,4 @@ def _checked(scale: Any) -> Any:
     return choose(scale >= 0.0, cm.max(scale, Float32(LEAST_SCALE)), Float32(math.nan))
 
 
-__all__ = ["BoundScales", "KeyScales", "ReadScales", "RunScales"]
+__all__ = ["BoundScales", "KeyScales", "ReadScales", "RunScales", "TileScales"]

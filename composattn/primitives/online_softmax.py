@@ -5,7 +5,6 @@ subtraction and change of base are one FMA per element (Milakov and Gimelshein, 
 for softmax", 2018; FlashAttention-2, section 3.1).
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -91,9 +90,6 @@ class OnlineSoftmax(Fixed):
             self.exponentials(tile, r, range(tile.columns))
             if self.adds and tile.lifts is None:
                 self.add(tile, r, factor)
-            elif not self.adds and tile.runs is not None and tile.runs.near is not None:
-                self.total[r] = self.total[r] * (Float32(0.0) if factor is None else factor)
-                _if(tile.runs.near == 0.0, functools.partial(self.add, tile, r, Float32(1.0)))
         if tile.lifts is not None:
             self.add_lifted(tile, tile.lifts, factors)
 
@@ -270,12 +266,6 @@ class OnlineSoftmax(Fixed):
             known = (lse[r] == lse[r]) | (highest == Float32.inf)
             found.append(choose(known, highest, lse[r]))
         return found
-
-
-@cute.jit
-def _if(condition: Boolean, then: cutlass.Constexpr):
-    if condition:
-        then()
 
 
 def largest_scores(tile: ScoreTile, r: int) -> list[Any]:

@@ -161,15 +161,13 @@ class Runs(Fixed):
     """What values of a tile are short of, for each so many neighbouring columns of a thread: alike for all lanes.
 
     Scores are values times `factors` (by run and row), plus `lifts` (by run). `back`: probabilities of a run times this
-    are those that the row's sum has, where the lift is none of the score's own. Empty: 1, 0, and 1. `near`: 1 where
-    rounded probabilities may be summed for these, 0 where what was added is so unlike that they would lose some.
+    are those that the row's sum has, where the lift is none of the score's own. Empty: 1, 0, and 1.
     """
 
     columns: int
     factors: Sequence[Sequence[Any]] = ()
     lifts: Sequence[Any] = ()
     back: Sequence[Any] = ()
-    near: Any = None
 
 
 class Lifts(Protocol):

@@ -5,17 +5,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...primitives.emit import Evaluator
-from ...primitives.emit_scales import RUNS_AT_MOST, KeyScales, RunScales
+from ...primitives.emit_scales import RUNS_AT_MOST, KeyScales, RunScales, TileScales
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
-from ...primitives.values import choose
 from ..fused.kernels.forward import KeyCopies
 from ..fused.kernels.registers.group_rows import RowLoad
 from .byte_tiling import OF_VALUES
 from .forward import HopperForward, HopperForwardBlock, HopperForwardProducts
 from .fp8_tiling import TURNING
-from .promoting_rows import PromotingRows, SummedRuns
+from .promoting_rows import PromotingRows
 from .tiling import SUMS
 from .turning import Lines, TurnValues
 from .wgmma import ROWS, WARPGROUP, issue, product
@@ -39,18 +38,15 @@ class HopperForwardFp8(HopperForward):
     def key_layout(self, rows, columns):
         return tile_layout(rows, columns, element_bytes=1)
 
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.summed_runs = SummedRuns.of(self.mods.scales, self.tiling.tile_n)
-
     def block(self, call):
-        return Fp8Block(self.tiling, self.dtype, self.out_dtype, call, self.mods, self.summed_runs)
+        return Fp8Block(self.tiling, self.dtype, self.out_dtype, call, self.mods)
 
     def products(self, block, number):
         plan = self.plan
         # rounded, which the output does not notice, but LSE would; dropout leaves some out of the output alone
         asked = plan.return_lse or plan.return_max_scores or plan.is_split or plan.program.keep is not None
-        asked = asked or (self.mods.scales.by_key and self.mods.scales.values is not None)
+        # and where keys of a tile have several scales of V, small ones would be lost
+        asked = asked or self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n
         return Fp8Products(self.tiling, block, number, not asked)
 
     @cute.jit
@@ -102,8 +98,8 @@ class Fp8Block(HopperForwardBlock):
 
     listeners = TURNING
 
-    def __init__(self, tiling, dtype, out_dtype, call, mods, summed_runs):
-        self.mods, self.summed_runs = mods, summed_runs
+    def __init__(self, tiling, dtype, out_dtype, call, mods):
+        self.mods = mods
         super().__init__(tiling, dtype, out_dtype, call)
 
     def filled(self, columns, warps):
@@ -123,11 +119,14 @@ class Fp8Block(HopperForwardBlock):
 
     def memory_of_numbers(self, smem):
         self.kept_scales = None
-        scales, stages = self.mods.scales, self.tiling.stages
-        if scales.keys and not scales.by_key:
-            start = smem.allocate_array(Float32, 4 * RUNS_AT_MOST * stages, byte_alignment=16)
+        scales, bends, stages = self.mods.scales, self.mods.score is not None, self.tiling.stages
+        if scales.keys == self.tiling.tile_n:
+            start = smem.allocate_array(Float32, 4 * stages, byte_alignment=16)
+            self.kept_scales = TileScales(scales, bends, start, stages)
+        elif scales.keys and not scales.by_key:
+            start = smem.allocate_array(Float32, 3 * RUNS_AT_MOST * stages, byte_alignment=16)
             count = self.tiling.tile_n // scales.keys
-            self.kept_scales = RunScales(scales, self.mods.score is not None, start, stages, count)
+            self.kept_scales = RunScales(scales, bends, start, stages, count)
 
     def values(self, smem):
         tiling = self.tiling
@@ -138,7 +137,7 @@ class Fp8Block(HopperForwardBlock):
 
     @cute.jit
     def prepare(self, thread):
-        """Rows of ones behind those of each turned V, by all consumers; of several runs of keys each has its own."""
+        """Rows of ones behind those of each turned V, by all consumers."""
         tiling, lines = self.tiling, Lines(self.tiling.dv + SUMS, self.tiling.tile_n)
         words = cute.make_rmem_tensor(4, Int32)
         words.fill(Int32(ONES))
@@ -146,11 +145,6 @@ class Fp8Block(HopperForwardBlock):
         count = tiling.stages * lines.size // lines.block * of_block
         for i in cutlass.range(thread, count, tiling.warpgroups * WARPGROUP, unroll=1):
             block, inside = i // of_block, i % of_block
-            if const_expr(self.summed_runs.runs > 1):
-                row = inside // lines.chunks
-                chunk = lines.place(tiling.dv + row, inside % lines.chunks)
-                key = (block * lines.wide + chunk * 16) % tiling.tile_n
-                words.fill(choose(self.summed_runs.has(row, key), Int32(ONES), Int32(0)))
             put_words(start + block * lines.block + inside * 16, words)
         cute.arch.fence_view_async_shared()
         self.of_consumers.meet()
@@ -161,7 +155,6 @@ class Fp8Products(HopperForwardProducts):
 
     def __init__(self, tiling, block, number, adds_probabilities):
         self.q_stages, self.pieces, self.adds_probabilities = tiling.q_stages, tiling.pieces, adds_probabilities
-        self.summed_runs = block.summed_runs
         written = tiling.steps.written
         self.qk = product(block.dtype, tiling.tile_n, written=written)
         self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=written)

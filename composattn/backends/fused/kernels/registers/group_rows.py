@@ -211,14 +211,10 @@ class GroupRows(OutputRows[Any]):
         self.count_tile(first)
         self.mods.drop(tile)
         self.mods.weigh(tile, ahead)
-        self.note_runs(tile)
         return scores
 
     def read_beside(self, k_slot, ahead):
         """Adds to what mods have read ahead what lies beside K in shared memory."""
-
-    def note_runs(self, tile):
-        """What has to be known of a tile of probabilities where their products are."""
 
     def first_scores(self, tiles, k_slot):
         """Scores of the first of these kv tiles, which are all that the rows see."""
