@@ -118,10 +118,9 @@ def cases() -> Iterator[Case]:
     for mod in ("alibi", "softcap"):
         yield Case(128, "head", mod, True, "chosen")
         yield Case(128, "block 128", mod, True, "chosen")
-        for tiling in ("chosen", "3 x 128", "3 x 128, at will"):
-            yield Case(64, "head", mod, True, tiling)
-        for tiling in ("chosen", "2 x 128, 8 pieces, at will"):
-            yield Case(256, "head", mod, True, tiling)
+        yield Case(128, "token", mod, True, "chosen")
+        for d in (64, 256):
+            yield Case(d, "head", mod, True, "chosen")
 
 
 def quantised(d: int, scales: str, wide: tuple[torch.Tensor, ...] | None = None) -> ca.QuantizedInputs:

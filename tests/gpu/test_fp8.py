@@ -49,14 +49,15 @@ def test_score_mods_see_true_scores() -> None:
     check(partial(ca.attention, backend="hopper"), fp8_case(128, 128, 1000, score_mod=alibi(slopes)))
 
 
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("block", [1, 32, 64, 128])
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_scales_of_blocks_are_right(d: int, dv: int, block: int) -> None:
     """Keys and values of each block are up to 2^7 times as large as those of others."""
     make = torch.Generator("cuda").manual_seed(d)
     q, k, v = (torch.randn(2, h, 1000, n, generator=make, device="cuda") for h, n in ((8, d), (2, d), (2, dv)))
     sizes = 2.0 ** (torch.arange(1000, device="cuda") // 32 % 8)[:, None]
-    made = ca.quantize(q, k * sizes.rsqrt(), (v + 1.0) * sizes, center=False, scale="block", block=block)
+    how: dict[str, Any] = {"scale": "token"} if block == 1 else {"scale": "block", "block": block}
+    made = ca.quantize(q, k * sizes.rsqrt(), (v + 1.0) * sizes, center=False, **how)
     scales = tuple(x.scale for x in made)
     case = Case(*(x.data for x in made), scales=scales, out_dtype=torch.bfloat16, mask_mod=causal())  # type: ignore[arg-type]
     check(partial(ca.attention, backend="hopper"), case)

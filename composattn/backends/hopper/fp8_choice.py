@@ -38,7 +38,7 @@ def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
     reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
     kept = "numbers read" if any(reads) else "nothing" if rest is None else "values"  # in registers, by mods
-    if kept == "nothing" and scales.by_key:
+    if scales.by_key and kept != "numbers read":
         kept = "scales of keys"
     form = first(FORMS, problem, d=d, dv=dv, mods_keep=kept)
     heads = packed_heads(problem, program, ROWS)

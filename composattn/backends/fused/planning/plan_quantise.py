@@ -9,7 +9,7 @@ import torch
 
 from .plan import Plan
 
-MOST_THREADS = 512  # of a block, with up to 128 registers each; 99 are in use
+MOST_THREADS = 512  # of a block
 NUMBERS = 32  # of a row or several, in a thread's registers: all that it quantises, from the first look to the last
 MOST_CHANNELS = 512  # a row's lanes are of one warp
 
@@ -38,6 +38,11 @@ class QuantisePlan(Plan):
         """Threads of a block, which have `NUMBERS` each."""
         channels = max(RowLanes.of(d).channels for d in (self.head_dim, self.head_dim_v))
         return max(64, self.rows * channels // NUMBERS)
+
+    @property
+    def resident(self) -> int:
+        """Blocks on an SM at once, whose loads hide each other's arithmetic: as many as registers allow."""
+        return max(1, (1280 if self.finds_largest else 1024) // self.threads)
 
 
 class RowLanes(NamedTuple):

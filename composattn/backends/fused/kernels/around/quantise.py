@@ -16,6 +16,8 @@ from ...planning.plan_quantise import QuantisePlan, RowLanes
 from ...tiles.architecture import Kernel
 
 
+
+
 class Quantise(Kernel):
     """A block has some rows of a head of q, k or v: it reads them once, and keeps them in registers.
 
@@ -32,7 +34,11 @@ class Quantise(Kernel):
     def __call__(self, stream, *arguments):
         given = self.arguments(*arguments)
         blocks = [self.blocks(x.given) for x in (given.q, given.k, given.v)]
-        self.kernel(*given).launch(grid=(total(blocks), 1, 1), block=(self.plan.threads, 1, 1), stream=stream)
+        self.kernel(*given).launch(
+            grid=(total(blocks), 1, 1), block=(self.plan.threads, 1, 1), stream=stream,
+            min_blocks_per_mp=self.plan.resident,
+            preferred_smem_carveout=10,  # said, else the kernel language asks the driver, as in `Forward`
+        )  # fmt: skip
 
     def blocks(self, given):
         batch, heads, length, _ = given.shape
