@@ -181,7 +181,7 @@ class InvalidSchedule(InvalidArgument):
 
 
 class InvalidScale(InvalidArgument):
-    """The softmax scale is not a finite number."""
+    """The softmax scale is not a finite number, or a scale of 8-bit numbers is none that products take."""
 
 
 class UnsupportedLayout(InvalidArgument, NotImplementedError):

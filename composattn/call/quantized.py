@@ -6,17 +6,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import errors
-from ..graph.expr import const
+from ..graph.expr import Dep, const
 from ..graph.gradient import derivative
 from ..graph.sizes import surely
 from ..mods.score import Score
 from ..mods.values import Values
+from . import checks
 from .eight_bits import EIGHT_BITS, Quantized, refuse_narrow_gradient
 from .problem import Problem, softmax_scale
 from .scales import Rows, Scale, rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
+
+MOST_OF_FP16 = 128.0
+"""What a weight of fp16 may be multiplied by: it may be 2^8 itself."""
 
 WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What 8-bit queries may be widened to; both 8-bit types fit into each."""
@@ -58,7 +63,8 @@ def in_eight_bits(
     q of 8 bits is widened to `out_dtype`, which is exact, unless who computes `multiplies` such. Where a quantised
     tensor asks for a gradient, all are dequantised, so that it flows straight through.
 
-    Raises: `NotATensor`, `UnsupportedOption`, `UnsupportedDType`, `ShapeMismatch`, `GradientUnsupported`.
+    Raises: `NotATensor`, `UnsupportedOption`, `UnsupportedDType`, `ShapeMismatch`, `GradientUnsupported`,
+    `InvalidScale` of a negative number; under `debug_checks` also in a tensor, and where weights of fp16 overflow.
     """
     given = [_quantized(*each) for each in zip(("q", "k", "v"), tensors, scales, strict=True)]
     dtype = _out_dtype(given[0], out_dtype)
@@ -77,7 +83,13 @@ def in_eight_bits(
     if read is not None:
         score_mod = read if score_mod is None else read >> Score.of(score_mod)
     values = None if v.scale is None else scaled_values(of_v, v.scale)
-    return _widened(InEightBits(queries, k.data, v.data, score_mod, values, dtype), where, multiplies)
+    call = _widened(InEightBits(queries, k.data, v.data, score_mod, values, dtype), where, multiplies)
+    if checks.are_on and not torch.compiler.is_compiling() and not isinstance(queries, FakeTensor):
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            _check_scale(name, x.scale)
+        if call.q.dtype is torch.float16 and values is not None and values.expr.deps & Dep.KV:
+            _check_weights(v.scale)
+    return call
 
 
 def _widened(
@@ -121,6 +133,8 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(scale, torch.Tensor):
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise errors.NotATensor(f"{name}_scale is a {type(scale).__name__}; pass a float tensor, or a number")
+        if scale < 0:
+            raise errors.InvalidScale(_NEGATIVE.format(name, scale))
         return torch.full((), float(scale), device=data.device)
     if not scale.is_floating_point():
         raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")
@@ -129,6 +143,26 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
     if surely(scale.numel() == 0):
         return None  # of no rows
     return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
+
+
+def _check_scale(name: str, scale: torch.Tensor | None) -> None:
+    """Raises `InvalidScale` where one is negative; waits for the device."""
+    least = 0.0 if scale is None else float(scale.detach().amin())
+    if least < 0:
+        raise errors.InvalidScale(_NEGATIVE.format(name, least))
+
+
+def _check_weights(scale: Any) -> None:
+    """Raises `InvalidScale` where weights times scales of V are none of fp16; waits for the device."""
+    most = float(scale.detach().amax())
+    if most > MOST_OF_FP16:
+        raise errors.InvalidScale(
+            f"v_scale has {most:g} for a key: beside queries of fp16 weights are multiplied by it, which may be 2^8 "
+            f"before, and infinite beyond {MOST_OF_FP16:g}; pass queries of bf16, or scales of heads"
+        )
+
+
+_NEGATIVE = "{0}_scale has {1:g}; scales are not negative: give {0} the sign, or let a score mod multiply by it"
 
 
 def _out_dtype(q: Quantized, asked: torch.dtype | None) -> torch.dtype:

@@ -312,11 +312,16 @@ def test_what_a_users_own_mod_multiplies_by_may_be_negative(
 
 def test_a_negative_scale_is_seen_by_all() -> None:
     case = fp8_case()
-    assert attention(case.q, case.k, case.v, q_scale=-1.0).isnan().all()
+    for given in ({"q_scale": -1.0}, {"v_scale": -0.5}):
+        with pytest.raises(ca.errors.InvalidScale, match="has -"):
+            attention(case.q, case.k, case.v, **given)
+    assert attention(case.q, case.k, case.v, q_scale=torch.tensor(-1.0)).isnan().all()
     of_blocks = torch.ones(1, H, 4)
     of_blocks[:, :, 1] = -1.0
     assert attention(case.q, case.k, case.v, q_scale=1.0, k_scale=of_blocks).isnan().all()
     assert attention(case.q, case.k, case.v, q_scale=1.0, v_scale=of_blocks[..., None]).isnan().all()
+    with ca.debug_checks(), pytest.raises(ca.errors.InvalidScale, match="k_scale has -1"):
+        attention(case.q, case.k, case.v, q_scale=1.0, k_scale=of_blocks)
 
 
 def test_who_asks_for_lse_gets_that_of_probabilities_before_they_are_rounded() -> None:

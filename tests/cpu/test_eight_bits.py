@@ -612,3 +612,17 @@ def test_of_outliers_the_error_is_what_the_paper_had() -> None:
         assert found[way] < min(1.05e-2, 0.5 * found["per head"])
     for kind in ("per block of 64", "per row"):
         assert found[f"{kind}, Hadamard, centered, best of 4, and P"] <= 9.1e-3
+
+
+def test_scales_that_products_do_not_take_are_refused_where_values_are_seen() -> None:
+    q, (k, v) = torch.randn(1, 2, 8, 16), (torch.randn(1, 2, 8, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    with pytest.raises(errors.InvalidScale, match=r"k_scale has -1"):
+        ca.attention(q, k, v, k_scale=-1.0)
+    negative, large = -torch.ones(1, 2), torch.full((1, 2, 8, 1), 200.0)
+    ca.attention(q, k, v, v_scale=negative)
+    with ca.debug_checks():
+        with pytest.raises(errors.InvalidScale, match=r"v_scale has -1"):
+            ca.attention(q, k, v, v_scale=negative)
+        with pytest.raises(errors.InvalidScale, match=r"v_scale has 200 for a key"):
+            ca.attention(q.half(), k, v, v_scale=large)
+        ca.attention(q.bfloat16(), k, v, v_scale=large)

@@ -87,9 +87,9 @@ class Architecture:
         """Refuses, before compiling, what the kernels can't do."""
         if problem.dtype not in self.dtypes:
             takes = " and ".join(str(t).removeprefix("torch.") for t in self.dtypes)
+            cast = "cast q, k and v" if problem.narrow is None else "cast q, or where it has 8 bits pass out_dtype="
             raise UnsupportedDType(
-                f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; '
-                'cast q, k and v, or use backend="streaming"'
+                f'backend="{self.name}" multiplies {takes}, got {problem.dtype}; {cast}, or use backend="streaming"'
             )
         if problem.narrow is not None or program.values is not None:
             why = self.refuses_eight_bits(problem, program)
