@@ -51,8 +51,8 @@ def quantize(
     scale: one for each sequence and "head" (of packed rows for each head alone), for each "block" of `block` rows (a
         power of two; dense ones only), or for each row, "token".
     hadamard: q and k are rotated together, in blocks of channels as large as the power of two that divides D: 32 of 96.
-    center: k's mean, of 1,024 rows or more, is taken from it. Scores get it back before the score mod, as one number a query, so
-        every mod, LSE and sinks are right.
+    center: k's mean, of 1,024 rows or more, is taken from it. Scores get it back before the score mod, as one number a
+        query, so every mod, LSE and sinks are right.
     power_of_two: scales are powers of two. False: 1, 1.25, 1.5 or 1.75 times one, by which of these the numbers that
         share the scale are rounded best. `dequantised` is exact in 16 bits by either.
     dtype: float8_e4m3fn, or float8_e5m2, which has a bit less and needs no scale for its range.

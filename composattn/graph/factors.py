@@ -61,7 +61,7 @@ def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) 
 
 
 def _longest_runs(nodes: list[Expr], tile_n: int) -> int:
-    """The most keys of a run from one to the next of which all `nodes` change; 1: from key to key, 0: there are none."""
+    """The most keys of runs within which none of `nodes` changes; 1: some change from key to key, 0: there are none."""
     if not nodes:
         return 0
     return next((n for n in RUNS if tile_n % n == 0 and all(in_blocks(x, Dep.KV, n, {}) for x in nodes)), 1)

@@ -3,7 +3,8 @@
 A probability is 2^(score * scale - shift), one multiply-add for each score. Scales of a head, a row or a run of keys
 make its `scale`. That of V of a run makes its shift: P by a scale is a score plus the scale's logarithm, so that the
 largest P of a row, scaled, is 1, whatever scales are, as a P of 8 bits needs it. The row's sum takes each run's scale
-back. Where a tile is one run, V's scale is the unit of the output instead, and P has nothing of it. Scales of each key are three numbers of it: one multiply-add for each score, and one in the row's sum, more.
+back. Where a tile is one run, V's scale is the unit of the output instead, and P has nothing of it. Scales of each key
+are three numbers of it: one multiply-add for each score, and one in the row's sum, more.
 """
 
 from __future__ import annotations
@@ -96,9 +97,7 @@ class TileScales(KeptScales):
         _put_if(self.kept, four, Int32(0), slot.index, lane == 0)
 
     def get(self, slot: Slot, lane: Any) -> ReadScales:
-        factor, change, unit = (
-            self.kept[0, i, slot.index] if there else None for i, there in enumerate(self.there)
-        )
+        factor, change, unit = (self.kept[0, i, slot.index] if there else None for i, there in enumerate(self.there))
         return ReadScales([] if factor is None else [factor], change=change, unit=unit)
 
 
@@ -121,8 +120,10 @@ class RunScales(KeptScales):
     def get(self, slot: Slot, lane: Any) -> ReadScales:
         """All of them; none where all are 1."""
         stage = slot.index
-        found = [[self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(self.there)]
-        return ReadScales(*found)
+        factors, lifts, back = (
+            [self.kept[n, i, stage] for n in range(self.count)] if has else [] for i, has in enumerate(self.there)
+        )
+        return ReadScales(factors, lifts, back)
 
 
 class KeyScales(KeptScales):

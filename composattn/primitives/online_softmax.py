@@ -279,8 +279,8 @@ def largest_scores(tile: ScoreTile, r: int) -> list[Any]:
 def largest_of_their_own(tile: ScoreTile, r: int) -> list[Any]:
     """`largest_scores` without what was added for V; none where nothing was."""
     if tile.lifts is not None:
-        found = [x for first in range(0, tile.columns, tile.lifts.together) for x in tile.lifts.lifts(first)]
-        return [tile.values[r, c] - lift for c, lift in enumerate(found)]
+        lifts = [x for first in range(0, tile.columns, tile.lifts.together) for x in tile.lifts.lifts(first)]
+        return [tile.values[r, c] - lift for c, lift in enumerate(lifts)]
     if tile.runs is None or not tile.runs.back:
         return []
     found: list[Any] = []

@@ -217,7 +217,8 @@ TOKENS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("full", "causal ALiBi") else pytest.param(name, marks=pytest.mark.slow) for name in TOKENS]
+    "name",
+    [name if name in ("full", "causal ALiBi") else pytest.param(name, marks=pytest.mark.slow) for name in TOKENS],
 )
 def test_scales_of_each_row_are_right(name: str, multiplied: list[str]) -> None:
     check(attention, fp8_case(grows=2.0, how=BY_ROW, **TOKENS[name]))
@@ -439,7 +440,7 @@ WRONG_BLOCKS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "k's and v's of the first block for all": (
         emit_scales.RunScales,
         "get",
-        lambda right: lambda self, slot, lane: with_first_runs(right(self, slot, lane))
+        lambda right: lambda self, slot, lane: with_first_runs(right(self, slot, lane)),
     ),
     "scales beside another tile": (
         emit_scales.RunScales,

@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from ...primitives.emit import Evaluator
-from ...primitives.emit_scales import RUNS_AT_MOST, KeyScales, RunScales, TileScales
+from ...primitives.emit_scales import RUNS_AT_MOST, KeptScales, KeyScales, RunScales, TileScales
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
@@ -46,7 +46,7 @@ class HopperForwardFp8(HopperForward):
         # rounded, which the output does not notice, but LSE would; dropout leaves some out of the output alone
         asked = plan.return_lse or plan.return_max_scores or plan.is_split or plan.program.keep is not None
         # and where keys of a tile have several scales of V, small ones would be lost
-        asked = asked or self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n
+        asked = asked or (self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n)
         return Fp8Products(self.tiling, block, number, not asked)
 
     @cute.jit
@@ -100,6 +100,7 @@ class Fp8Block(HopperForwardBlock):
 
     def __init__(self, tiling, dtype, out_dtype, call, mods):
         self.mods = mods
+        self.kept_scales: KeptScales | None = None
         super().__init__(tiling, dtype, out_dtype, call)
 
     def filled(self, columns, warps):
@@ -118,7 +119,6 @@ class Fp8Block(HopperForwardBlock):
             self.kept_scales = KeyScales(*of_keys)
 
     def memory_of_numbers(self, smem):
-        self.kept_scales = None
         scales, bends, stages = self.mods.scales, self.mods.score is not None, self.tiling.stages
         if scales.keys == self.tiling.tile_n:
             start = smem.allocate_array(Float32, 4 * stages, byte_alignment=16)

@@ -16,8 +16,6 @@ from ...planning.plan_quantise import QuantisePlan, RowLanes
 from ...tiles.architecture import Kernel
 
 
-
-
 class Quantise(Kernel):
     """A block has some rows of a head of q, k or v: it reads them once, and keeps them in registers.
 
