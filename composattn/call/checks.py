@@ -30,7 +30,8 @@ class debug_checks:
 
     Raises then, at the call: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`, `PageOutOfRange`,
     `MaximumExceeded`, `BlocksOutOfRange`, `InvalidScale` of 8-bit tensors, `CapturedIndexOutOfRange` for a mod that
-    reads a captured tensor outside of its shape at a visible pair. All backends but the reference clamp such a read without a message.
+    reads a captured tensor outside of its shape at a visible pair. All backends but the reference clamp such a read
+    without a message.
 
     Where a score decides what is read, or whether a read is needed, scores are computed for the check, of all tiles of
     128 x 128 that have a visible pair: scale * q·k and what the score mod makes of it, in fp32 (fp64 of fp64 tensors).
