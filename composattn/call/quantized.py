@@ -84,11 +84,7 @@ def in_eight_bits(
         score_mod = read if score_mod is None else read >> Score.of(score_mod)
     values = None if v.scale is None else scaled_values(of_v, v.scale)
     call = _widened(InEightBits(queries, k.data, v.data, score_mod, values, dtype), where, multiplies)
-    if checks.are_on and not torch.compiler.is_compiling() and not isinstance(queries, FakeTensor):
-        for name, x in zip("qkv", (q, k, v), strict=True):
-            _check_scale(name, x.scale)
-        if call.q.dtype is torch.float16 and values is not None and values.expr.deps & Dep.KV:
-            _check_weights(v.scale)
+    _check_scales(call, (q.scale, k.scale, v.scale))
     return call
 
 
@@ -145,17 +141,17 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
     return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
 
 
-def _check_scale(name: str, scale: torch.Tensor | None) -> None:
-    """Raises `InvalidScale` where one is negative; waits for the device."""
-    least = 0.0 if scale is None else float(scale.detach().amin())
-    if least < 0:
-        raise errors.InvalidScale(_NEGATIVE.format(name, least))
-
-
-def _check_weights(scale: Any) -> None:
-    """Raises `InvalidScale` where weights times scales of V are none of fp16; waits for the device."""
-    most = float(scale.detach().amax())
-    if most > MOST_OF_FP16:
+def _check_scales(call: InEightBits, scales: tuple[torch.Tensor | None, ...]) -> None:
+    """Where `debug_checks` are on, raises `InvalidScale` of what products do not take; waits for the device."""
+    if not checks.are_on or torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
+        return
+    for name, scale in zip("qkv", scales, strict=True):
+        least = 0.0 if scale is None else float(scale.detach().amin())
+        if least < 0:
+            raise errors.InvalidScale(_NEGATIVE.format(name, least))
+    by_key = call.values is not None and call.values.expr.deps & Dep.KV
+    most = float(scales[2].detach().amax()) if by_key and scales[2] is not None else 0.0
+    if most > MOST_OF_FP16 and call.q.dtype is torch.float16:
         raise errors.InvalidScale(
             f"v_scale has {most:g} for a key: beside queries of fp16 weights are multiplied by it, which may be 2^8 "
             f"before, and infinite beyond {MOST_OF_FP16:g}; pass queries of bf16, or scales of heads"

@@ -66,7 +66,7 @@ class KeptScales(Fixed):
 
 
 class TileScales(KeptScales):
-    """Of tiles that are one run each. V's scale is the unit of an output that is summed tile by tile.
+    """Scales of tiles that are one run each. V's scale is the unit of an output that is summed tile by tile.
 
     `start`: four numbers for each of `stages`. The factor of scores, what an output in the unit of the tile before is
     multiplied by to be in the tile's, and that unit: V's scale, but no less than 2^-60 of the largest before, so that
@@ -102,7 +102,7 @@ class TileScales(KeptScales):
 
 
 class RunScales(KeptScales):
-    """Of `count` runs in a tile; `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`."""
+    """Scales of `count` runs in a tile; `start`: three rows of `RUNS_AT_MOST` numbers for each of `stages`."""
 
     def __init__(self, scales: Scales, bends: bool, start: cute.Pointer, stages: int, count: int) -> None:
         layout = cute.make_layout((RUNS_AT_MOST, 3, stages), stride=(1, RUNS_AT_MOST, 3 * RUNS_AT_MOST))
@@ -127,7 +127,7 @@ class RunScales(KeptScales):
 
 
 class KeyScales(KeptScales):
-    """Of each key of a tile of `count`; `start`: three rows of so many numbers for each of twice as many stages as K's.
+    """Scales of each key of a tile of `count`; at `start` three rows of so many numbers for each of twice K's stages.
 
     They are read while scores become probabilities, when K's stage may be filled again: what is written there comes
     from the lap behind. In memory the four keys of 16 that a lane has columns of (2 i, 2 i + 1, 2 i + 8, 2 i + 9) lie

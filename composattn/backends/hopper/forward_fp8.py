@@ -114,7 +114,7 @@ class Fp8Block(HopperForwardBlock):
         self.copied_v = self.edges[-1]
         scales, tiling = self.mods.scales, self.tiling
         if scales.by_key:
-            start = smem.allocate_array(Float32, tiling.numbers_of_keys, byte_alignment=16)
+            start = smem.allocate_array(Float32, tiling.numbers, byte_alignment=16)
             of_keys = scales, self.mods.score is not None, start, tiling.stages, tiling.tile_n
             self.kept_scales = KeyScales(*of_keys)
 

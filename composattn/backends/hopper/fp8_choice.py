@@ -36,10 +36,8 @@ def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     """Tiles of a call that `multiplies_eight_bits`."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
-    reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
+    reads = scales.by_key, reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
     kept = "numbers read" if any(reads) else "nothing" if rest is None else "values"  # in registers, by mods
-    if scales.by_key and kept != "numbers read":
-        kept = "scales of keys"
     form = first(FORMS, problem, d=d, dv=dv, mods_keep=kept)
     heads = packed_heads(problem, program, ROWS)
     made = Fp8Tiling(
@@ -54,7 +52,7 @@ def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
         stages=2,
         pieces=form.pieces if dv // form.pieces % 8 == 0 else 1,
         in_turns=form.in_turns,
-        scales_by_key=scales.by_key,
+        numbers=12 * form.keys * scales.by_key,
     )
     tiles = query_tiles(problem, heads, made.tile_m) * problem.batch
     stays = problem.schedule.persistent

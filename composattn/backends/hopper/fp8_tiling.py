@@ -23,7 +23,7 @@ class Fp8Tiling(HopperTiling):
     Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup. (With
     scores of the next tile under the softmax D 128 reached 877 TFLOP/s, so 1,044; H200, S 16k.) `pieces`: so many times
     a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
-    output of one tile and the scores of the next. `scales_by_key`: K's or V's change with each key.
+    output of one tile and the scores of the next. `numbers`: of keys' own scales, in shared memory, see `KeyScales`.
     """
 
     element_bytes: ClassVar[int] = 1
@@ -31,12 +31,7 @@ class Fp8Tiling(HopperTiling):
     kernel: str = FP8
     pieces: int = 1
     in_turns: bool = True
-    scales_by_key: bool = False
-
-    @property
-    def numbers_of_keys(self) -> int:
-        """In shared memory: three of each key of twice as many stages as K has."""
-        return 6 * self.stages * self.tile_n if self.scales_by_key else 0
+    numbers: int = 0
 
     @property
     def offset(self) -> float:
@@ -65,9 +60,7 @@ class Fp8Tiling(HopperTiling):
     @property
     def _copying(self) -> tuple[int, int]:
         """Registers of a copying thread, and what it turns at once: D 256 leaves the fewest."""
-        if self.warpgroups == 3:
-            return 32, 4
-        return FEW if self.output_direct else MANY
+        return (32, 4) if self.warpgroups == 3 else FEW if self.output_direct else MANY
 
     @property
     def turned_at_once(self) -> int:
@@ -81,7 +74,7 @@ class Fp8Tiling(HopperTiling):
         rows = q_stages * self.d + 2 * self.dv * self.separate_o
         keys = self.stages * self.tile_n
         turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED
-        return self.tile_m * rows + keys * (self.d + self.dv) + turned + 4 * self.numbers_of_keys + ALIGNED
+        return self.tile_m * rows + keys * (self.d + self.dv) + turned + 4 * self.numbers + ALIGNED
 
     def describe(self) -> dict[str, str]:
         said = super().describe()
