@@ -24,6 +24,7 @@ from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document, sliding_window
 from composattn.mods.scores import alibi, softcap
 from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case
+from tests.byte_keys import cases as cases_of_bytes
 from tests.support import outlier_normal
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -168,6 +169,38 @@ def test_lines_of_fewer_columns_than_eight_warps_copy_have_blocks_of_four(
     assert (plan.tiling.tile_n, plan.tiling.warps) == (32, 4)  # type: ignore[attr-defined]
     out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
     assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
+
+
+EIGHT_BITS = cases_of_bytes(300, "cpu")
+IN_PAGES = [name for name in EIGHT_BITS if "pages" in name]
+AS_SIXTEEN = ("one query, D 128", "parts of kv, fp16, e5m2", "a batch-invariant query", "packed")
+
+
+@pytest.mark.parametrize("name", AS_SIXTEEN)
+def test_keys_and_values_of_8_bits_are_made_16_bit_numbers_before_the_kernel(name: str) -> None:
+    case, options = EIGHT_BITS[name]()
+    check(functools.partial(ca.attention, backend="warp-emulated", **options), case)
+
+
+@pytest.mark.parametrize("name", IN_PAGES)
+def test_keys_and_values_of_8_bits_in_pages_are_refused_with_what_would_work(name: str) -> None:
+    case, options = EIGHT_BITS[name]()
+    with pytest.raises(errors.UnsupportedDType, match=r"in pages have no kernel on warp yet; dequantise.*streaming"):
+        check(functools.partial(ca.attention, backend="warp-emulated", **options), case)
+
+
+def test_an_image_is_not_cut_into_strips_and_explain_says_why(generator: torch.Generator) -> None:
+    side = 24
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v = (draw(1, 1, side * side, 64) for _ in range(3))
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ((q % side - kv % side).abs() <= 3) & ((q // side - kv // side).abs() <= 3)
+
+    attend = ca.Attention(mask_mod=near, backend="warp-emulated")
+    said = str(ca.Attention(mask_mod=near, backend="warp").explain(q, k, v))
+    assert "strips: nothing, as the copies of warp bring no boxes of an image" in said
+    assert_attention_close({"out": attend(q, k, v)}, q, k, v, mask_mod=near)
 
 
 def test_gradients_are_refused_before_anything_is_compiled() -> None:

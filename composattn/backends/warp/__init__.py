@@ -14,6 +14,7 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import AMPERE, Target
+from .eight_bits import refuses_eight_bits
 from .forward_table import forward_tiling, forward_words
 
 
@@ -42,6 +43,8 @@ ARCHITECTURE = Architecture(
     backward_tiling=_no_backward,
     kernels=_kernels,
     forward_words=forward_words,
+    refuses_eight_bits=refuses_eight_bits,
+    reads_eight_bits=False,
     copies_boxes=False,
     elsewhere=AMPERE,
 )

@@ -1,7 +1,8 @@
 """Keys and values of 8 bits that many rows read, made 16-bit numbers in memory before the kernel, which is exact.
 
 A kernel makes a 16-bit tile of the bytes each time that a tile of rows comes to it. Where these are many, it is made
-once, by another pass over memory, and all of them read 16 bits.
+once, by another pass over memory, and all of them read 16 bits. So it is for any number of rows where kernels read no
+bytes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def dequantised(posed: Posed) -> Found:
     multiplied = problem.types.q in EIGHT_BITS
     if problem.narrow is None or multiplied or problem.layout.kv == "paged":
         return Nothing()
-    if architecture_of(posed.target).refuses_eight_bits(problem, posed.program):
+    architecture = architecture_of(posed.target)
+    if architecture.refuses_eight_bits(problem, posed.program):
         return Nothing()
     rows = queries(problem) * problem.group
-    if rows < MANY:
+    if rows < MANY and architecture.reads_eight_bits:
         return Nothing(f"{rows} rows read each key, of fewer than {MANY} a kernel makes 16 bits where it needs them")
     wide = dataclasses.replace(problem, narrow=None)
     return Rewritten(dataclasses.replace(posed, problem=wide), f"k and v in {problem.dtype} for {rows} rows each")

@@ -11,6 +11,7 @@ import torch
 from ....call.eight_bits import EIGHT_BITS
 from ..planning.arguments import DequantiseArguments
 from ..planning.plan_dequantise import DequantisePlan
+from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
 
 PIECE = 8  # numbers, and bytes, that a thread reads at once
@@ -19,11 +20,13 @@ PIECE = 8  # numbers, and bytes, that a thread reads at once
 def dequantised(
     k: torch.Tensor, v: torch.Tensor, target: Target, dtype: torch.dtype, kernel_of: Callable[[Any], Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v in 16 bits, laid out as they are. PyTorch casts what lies with gaps in memory, or has a number twice.
+    """k and v in 16 bits, laid out as they are.
+
+    PyTorch casts what lies with gaps in memory, or has a number twice, and for kernels that read no bytes.
 
     `kernel_of`: what makes a kernel of a plan.
     """
-    if not (_is_whole(k) and _is_whole(v)):
+    if not (architecture_of(target).reads_eight_bits and _is_whole(k) and _is_whole(v)):
         return k.to(dtype), v.to(dtype)
     wide_k, wide_v = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
     kernel = _kernel(target, dtype, k.dtype, v.dtype, k.ndim, kernel_of)

@@ -59,7 +59,8 @@ class Architecture:
     Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
     dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
     step that a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or
-    what they are multiplied by, have no kernel; "" where there is one. `multiplies_eight_bits`: whether products of a
+    what they are multiplied by, have no kernel; "" where there is one. `reads_eight_bits`: kernels read keys and values
+    of 8 bits, which else are made 16-bit numbers in memory before. `multiplies_eight_bits`: whether products of a
     call are of 8-bit numbers; else 8-bit queries are widened before. `copies_boxes`: copies bring boxes of an image's
     columns and rows. `elsewhere`: as which GPU its kernels are planned where they are built for those of another
     architecture, for tests and timings; None: they are not.
@@ -79,6 +80,7 @@ class Architecture:
     forward_words: Callable[[Problem, Program, Target], str] = _no_table
     backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
+    reads_eight_bits: bool = True
     multiplies_eight_bits: Callable[[Problem], bool] = _never
     copies_boxes: bool = True
     elsewhere: Target | None = None
