@@ -33,6 +33,7 @@ ALONE = {"forward": "fa3"}
 """A direction whose rows were timed beside one more implementation in another run: its kind."""
 
 TRAINED = "trained scores: "
+STEADY = 0.05  # of drawn shapes: times that spread by more are of calls that are over before the host issues the next
 
 
 def to_fastest(runs: dict[str, Result], way: str) -> dict[str, float]:
@@ -88,11 +89,17 @@ def sweeps() -> dict[str, list[Row]]:
 def of_shapes(drawn: dict[str, list[Row]]) -> list[str]:
     lines = []
     for way, rows in drawn.items():
-        ratios = [said["to peer"] for said in judged(rows).values() if not math.isnan(said["to peer"])]
-        mean = f" Geometric mean {statistics.geometric_mean(ratios):.2f}×."
+        every, steady = (_to_peers(part) for part in (rows, [r for r in rows if r.get("spread", 0) <= STEADY]))
+        mean = f" Geometric mean {statistics.geometric_mean(steady):.2f}×."
+        if len(steady) < len(every):
+            mean += f" {len(every) - len(steady)} whose times spread by more than {STEADY:.0%} are left out."
         words = f"{way} of shapes held out when choices were fitted, half of models and half drawn"
-        lines += counted(words, ratios, mean)
+        lines += counted(words, steady, mean)
     return lines
+
+
+def _to_peers(rows: list[Row]) -> list[float]:
+    return [said["to peer"] for said in judged(rows).values() if not math.isnan(said["to peer"])]
 
 
 def headline(results: list[Result], drawn: dict[str, list[Row]]) -> str:
