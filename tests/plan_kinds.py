@@ -62,6 +62,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-fp8": lambda: forward(HOPPER, narrow=(torch.float8_e4m3fn,) * 3),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "warp-forward": lambda: forward(AMPERE, mask=causal()),
+    "warp-backward": lambda: backward(AMPERE, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),
     "hopper-dequantise": lambda: dequantise(HOPPER),

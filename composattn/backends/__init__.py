@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import warnings
@@ -23,7 +22,6 @@ from .fused.rewrites import prepared
 from .fused.running.call import FusedCall
 from .fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from .fused.tiles.target import TARGETS
-from .served import where_served
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,6 @@ def check_name(name: str | None) -> None:
 def choose(name: str | None, problem: Problem) -> Backend:
     """The backend of that name; for None the generated kernels on GPUs that have some, streaming elsewhere.
 
-    Where these have no backward, None means their forward with streaming's gradients, and streaming for what they
-    refuse of a call that isn't batch-invariant.
-
     Warns: `NeverRanOnDevice`, where None picks kernels that nobody saw run.
     Raises: `UnknownBackend`, `BackendUnavailable` (with the reason, and what can serve the call), `InvalidSchedule`.
     """
@@ -124,8 +119,6 @@ def choose(name: str | None, problem: Problem) -> Backend:
     if name is None:
         _say_if_without_kernels(backend.name, problem.device)
         _say_if_never_run(backend.name)
-        if backend.name in ARCHITECTURES and not ARCHITECTURES[backend.name].max_gradient_dim:
-            backend = dataclasses.replace(backend, prepare=where_served(backend.prepare))
     why = backend.unavailable(problem.device)
     if why is not None:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]

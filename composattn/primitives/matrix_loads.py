@@ -27,6 +27,7 @@ class Operand(enum.Enum):
     """
 
     LEFT = True, False  # rows by what is summed
+    LEFT_COLUMNS = False, True  # its columns are the product's rows
     RIGHT_ROWS = False, False  # its rows are the product's columns, as keys are
     RIGHT_COLUMNS = True, True  # its columns are, as those of values are
 
@@ -40,29 +41,50 @@ class Operand(enum.Enum):
 
 
 class MatrixTile(Fixed):
-    """A tile of `rows` by `columns` from `start` on, a multiple of 1,024, of 16-bit numbers, as such operands."""
+    """A tile of `rows` by `columns` from `start` on, a multiple of 1,024, of 16-bit numbers, as such operands.
 
-    def __init__(self, start: Any, rows: int, columns: int, operand: Operand) -> None:
+    Blocks are counted from `first_row` and `first_column` on, multiples of 16. As bits of an address are changed,
+    not added to, columns that are read beside each other lie where no number is carried: 2, 4, ... blocks from a
+    multiple of as many, or some every 2, 4, ... blocks. `behind`: so many bytes from `start` on the tile begins, a
+    multiple of 1,024; tiles behind one start whose blocks lie alike share a lane's address.
+    """
+
+    def __init__(
+        self,
+        start: Any,
+        rows: int,
+        columns: int,
+        operand: Operand,
+        first_row: Any = None,
+        first_column: Any = None,
+        behind: int = 0,
+    ) -> None:
         lane = cute.arch.lane_idx()
         near, far = lane % 8 + lane // 8 % 2 * 8, lane // 16 * 8
         row, column = near, far
         if not operand.goes_down:
             row, column = lane % 8 + far, lane // 8 % 2 * 8
-        self.rows, self.wide = rows, swizzled(columns)
+        row, column = (a if b is None else a + b for a, b in ((row, first_row), (column, first_column)))
+        self.rows, self.wide, self.behind = rows, swizzled(columns), behind
         self.place = start + at_column(row, column, rows, columns)
-        self.turned = ".trans" if operand.is_turned else ""
+        self.is_turned = operand.is_turned
 
     def load(self, registers: cute.Tensor, first: int, down: int, beside: int, before: Any = 0) -> None:
-        """Block (`down`, `beside`) to four words of `registers` from `first` on; `before`: bytes before the tile."""
+        """Block (`down`, `beside`) to four words of `registers` from `first` on.
+
+        `before`: bytes before the tile, a multiple of 1,024.
+        """
         across = self.wide // SIDE
         block, column = divmod(beside, across)
-        address = self.place if column == 0 else self.place ^ (column * SIDE * 2)
-        apart = (down * SIDE + block * self.rows) * self.wide * 2
+        place = self.place if isinstance(before, int) and before == 0 else self.place + before
+        address = place if column == 0 else place ^ (column * SIDE * 2)
+        apart = self.behind + (down * SIDE + block * self.rows) * self.wide * 2
+        turned = ".trans" if self.is_turned else ""
         words = cute.arch.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{self.turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+            f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
             f"[{{$r0}} + {apart}];",
             write_only_types=[Int32] * 4,
-            read_only_args=[address + before],
+            read_only_args=[address],
         )
         for i, word in enumerate(words):
             registers[first + i] = word

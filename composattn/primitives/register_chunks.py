@@ -57,10 +57,21 @@ def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
     zeros = cute.make_rmem_tensor(4, Float32)
     zeros.fill(0.0)
     chunks, rest = divmod(count, 4 * threads)
-    assert rest == 0, "numbers that whole accesses do not clear"
-    place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
-    source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
-    move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
+    assert rest % 4 == 0, "numbers that whole accesses do not clear"
+    if chunks:
+        place = cute.make_layout((4, chunks), stride=(1, 4 * threads))
+        source = cute.make_tensor(zeros.iterator, cute.make_layout((4, chunks), stride=(1, 0)))
+        move(source, cute.make_tensor(aligned(memory.iterator + thread * 4), place))
+    if rest:
+        four = cute.make_layout((4, 1), stride=(1, 0))
+        behind = cute.make_tensor(aligned(memory.iterator + (chunks * 4 * threads + thread * 4)), four)
+        _move_if(thread < rest // 4, cute.make_tensor(zeros.iterator, four), behind)
+
+
+@cute.jit
+def _move_if(condition, source, target):
+    if condition:
+        move(source, target)
 
 
 def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:

@@ -115,10 +115,10 @@ class RowCopies(Fixed):
                 if (block + 1) * wide > self.there:
                     inside = inside & (column + block * wide < self.there)
                 place = target + (i * down + block * self.rows) * (wide * 2)
-                _copy(place, start + (column + block * wide), choose(inside, BYTES, 0))
+                copy_line(place, start + (column + block * wide), choose(inside, BYTES, 0))
 
 
-def _copy(target: Any, source: cute.Pointer, size: Any) -> None:
+def copy_line(target: Any, source: cute.Pointer, size: Any) -> None:
     """16 bytes, of which so many are read, and the others zeros."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {BYTES}, {{$r2}};",

@@ -203,12 +203,6 @@ def test_an_image_is_not_cut_into_strips_and_explain_says_why(generator: torch.G
     assert_attention_close({"out": attend(q, k, v)}, q, k, v, mask_mod=near)
 
 
-def test_gradients_are_refused_before_anything_is_compiled() -> None:
-    q = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(errors.GradientUnsupported, match=r"no backward yet.*streaming.*no_grad"):
-        ca.attention(q, q, q, backend="warp-emulated")
-
-
 def test_more_columns_than_256_are_refused() -> None:
     q = torch.randn(1, 1, 8, 264, dtype=torch.bfloat16)
     with pytest.raises(errors.UnsupportedHeadDim, match="up to 256, got 264"):

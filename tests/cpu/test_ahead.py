@@ -128,11 +128,10 @@ def first_call_compiles_nothing(
     return set(ahead.values())
 
 
-# of the GPUs that share kernels by day one, and no gradients, which it has not
-FORWARDS = [name for name in CALLS if name != "gradient"]
+# of the GPUs that share kernels by day one
 AHEAD = [(name, target.arch) for target in TARGETS.values() if target.backend != "warp" for name in CALLS]
-AHEAD += [("out-alone", "sm_86"), ("paged", "sm_86")]
-AT_NIGHT = [(name, t.arch) for t in TARGETS.values() if t.backend == "warp" for name in FORWARDS]
+AHEAD += [("out-alone", "sm_86"), ("paged", "sm_86"), ("gradient", "sm_86")]
+AT_NIGHT = [(name, t.arch) for t in TARGETS.values() if t.backend == "warp" for name in CALLS]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from cutlass.cute import math as cm
 
 from ...primitives.emit import SCALES
 from ...primitives.emit_scales import TileScales
+from ...primitives.row_lines import LINES
 from ..fused.kernels.registers.group_rows import GroupRows
-from ..fused.kernels.registers.output_rows import LINES
 from .wgmma import round_to_e4m3
 
 

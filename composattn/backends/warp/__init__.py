@@ -6,28 +6,31 @@ Importing this imports no kernel language.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
 
 import torch
 
-from ...analysis.program import Program
-from ...call.problem import Problem
 from ..fused.tiles.architecture import Architecture, Kernel
-from ..fused.tiles.target import AMPERE, Target
+from ..fused.tiles.target import AMPERE
+from .backward_table import backward_tiling, backward_words
 from .eight_bits import refuses_eight_bits
 from .forward_table import forward_tiling, forward_words
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
+    from ..fused.kernels.around.preprocess import Preprocess
+    from .backward import WarpBackward
     from .forward import WarpForward
+    from .rounding import WarpGather, WarpPostprocess
 
-    return {"forward": WarpForward, "combine": Combine}
-
-
-def _no_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> NoReturn:
-    ARCHITECTURE.check_gradient(problem)
-    raise AssertionError("no backward passes this check")
+    return {
+        "forward": WarpForward,
+        "combine": Combine,
+        "preprocess": Preprocess,
+        "backward": WarpBackward,
+        "postprocess": WarpPostprocess,
+        "backward_gather": WarpGather,
+    }
 
 
 ARCHITECTURE = Architecture(
@@ -38,13 +41,15 @@ ARCHITECTURE = Architecture(
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
     max_value_dim=256,
-    max_gradient_dim=0,
+    max_gradient_dim=256,
     forward_tiling=forward_tiling,
-    backward_tiling=_no_backward,
+    backward_tiling=backward_tiling,
     kernels=_kernels,
     forward_words=forward_words,
+    backward_words=backward_words,
     refuses_eight_bits=refuses_eight_bits,
     reads_eight_bits=False,
     copies_boxes=False,
+    overlaps_kernels=False,
     elsewhere=AMPERE,
 )

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warp
 from ...primitives.matrix_loads import MatrixTile, Operand
 from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
+from ...primitives.values import Fixed
 from ..fused.kernels.registers.output_rows import OutputProducts
 
 ROWS = 16  # of one product
@@ -24,48 +25,99 @@ def fragment_shape(rows: int, columns: int) -> FragmentShape:
     return FragmentShape(offsets, tuple(8 * (c // 2) + c % 2 for c in range(columns // 4)), lanes, block=ROWS)
 
 
-class WarpProducts(OutputProducts):
-    """S = Q Kᵀ and O += P V of one warp's rows. They are computed by and by; who reads a sum waits for it.
+class Warp(Fixed):
+    """One warp's tensor core: products of `blocks` of 16 rows, in steps of 16 numbers that are summed.
 
-    Where `resident`, Q waits in registers for all tiles of keys, else it is read again with each of them.
+    Their sums, of 8 columns after the other, are added up by and by; who reads one waits for it.
     """
 
-    def __init__(self, tiling: Any, block: Any) -> None:
-        self.dtype, self.keys, self.columns = block.dtype, tiling.tile_n, tiling.dv
-        op = warp.MmaF16BF16Op(self.dtype, Float32, (ROWS, COLUMNS, DEPTH))
+    def __init__(self, dtype: Any, blocks: int) -> None:
+        self.dtype, self.blocks = dtype, blocks
+        op = warp.MmaF16BF16Op(dtype, Float32, (ROWS, COLUMNS, DEPTH))
         self.mma = cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
-        self.blocks, self.steps = tiling.warp_rows // ROWS, tiling.d // DEPTH
-        number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.first = number * self.blocks
-        self.q = MatrixTile(_start(block.sQ), tiling.tile_m, tiling.d, Operand.LEFT)
-        self.q.place = self.q.place + number * (tiling.warp_rows * self.q.wide * 2)
-        self.k = MatrixTile(_start(block.sK), tiling.tile_n, tiling.d, Operand.RIGHT_ROWS)
-        self.v = MatrixTile(_start(block.sV), tiling.tile_n, tiling.dv, Operand.RIGHT_COLUMNS)
-        self.k_bytes, self.v_bytes = 2 * tiling.tile_n * tiling.d, 2 * tiling.tile_n * tiling.dv
-        self.output_shape = self._sums(tiling.dv)
-        self.tSrQ = [self._left() for _ in range(self.steps)] if tiling.resident else None
 
-    def _sums(self, columns: int) -> Any:
+    def shape(self, columns: int) -> Any:
+        """The shape of the sums of so many columns."""
         return (2, 2), self.blocks, columns // COLUMNS
 
-    def _left(self) -> cute.Tensor:
-        """Registers for one step of a left operand."""
-        return cute.make_rmem_tensor(((2, 2, 2), self.blocks), self.dtype)
-
-    def probabilities(self) -> cute.Tensor:
-        """Registers for them in the order of scores; as a left operand they lie as `add_output` sees them."""
-        registers = cute.make_rmem_tensor(self.blocks * ROWS * self.keys // LANES, self.dtype)
-        shape = 2, 2, self.blocks, 2, self.keys // DEPTH
-        return cute.make_tensor(registers.iterator, cute.make_layout(shape, stride=(1, 2, 8, 4, 8 * self.blocks)))
+    def sums(self, columns: int) -> cute.Tensor:
+        """Registers for them, zero."""
+        registers = cute.make_rmem_tensor(self.shape(columns), Float32)
+        registers.fill(0.0)
+        return registers
 
     def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
+        """These registers as (row, column)."""
         apart = 4 * self.blocks  # registers between those of neighbouring 8 columns
         pairs = cute.size(sums) // apart
         layout = cute.make_layout((2 * self.blocks, (2, pairs)), stride=(2, (1, apart)))
         return cute.make_tensor(sums.iterator, layout)
 
     def remembered(self, sums: cute.Tensor) -> Remembered:
+        """These registers by row and column, cached for who reads a number more than once."""
         return Remembered(sums, lambda r, c: 4 * self.blocks * (c // 2) + 2 * r + c % 2)
+
+    def rounded(self, columns: int) -> cute.Tensor:
+        """Registers for so many columns of 16 bits, in the order of sums; `steps_of` has them as a left operand."""
+        registers = cute.make_rmem_tensor(self.blocks * ROWS * columns // LANES, self.dtype)
+        shape = 2, 2, self.blocks, 2, columns // DEPTH
+        return cute.make_tensor(registers.iterator, cute.make_layout(shape, stride=(1, 2, 8, 4, 8 * self.blocks)))
+
+    def steps_of(self, rounded: cute.Tensor) -> list[cute.Tensor]:
+        """Rounded sums as left operands of a product that sums over their columns, one for each step."""
+        steps = cute.size(rounded) // (8 * self.blocks)
+        left = cute.make_tensor(rounded.iterator, cute.make_layout(((2, 2, 2), self.blocks, steps)))
+        return [left[None, None, step] for step in range(steps)]
+
+    def left(self) -> cute.Tensor:
+        """Registers for one step of a left operand."""
+        return cute.make_rmem_tensor(((2, 2, 2), self.blocks), self.dtype)
+
+    def get(self, registers: cute.Tensor, tile: MatrixTile, below: int, beside: int, before: Any = 0) -> cute.Tensor:
+        """Fills them, block by block of rows `below` each other; of an operand whose columns are rows, `beside`."""
+        words = cute.recast_tensor(registers, Int32)
+        for i in range(self.blocks):
+            across = i if tile.is_turned else 0
+            tile.load(words, 4 * i, below + i - across, beside + across, before)
+        return registers
+
+    def add(
+        self, sums: cute.Tensor, left: cute.Tensor, tile: MatrixTile, down: int, beside: int, j: int, before: Any = 0
+    ) -> None:
+        """To the `j`-th 16 columns of sums one step, with a block of the right operand, which lies in shared memory."""
+        right = cute.make_rmem_tensor(((2, 2), 2), self.dtype)
+        tile.load(cute.recast_tensor(right, Int32), 0, down, beside, before)
+        two = cute.make_layout(((2, 2), self.blocks, 2))
+        part = cute.make_tensor(sums.iterator + j * cute.size(two), two)
+        cute.gemm(self.mma, part, left, right, part)
+
+
+class WarpProducts(OutputProducts):
+    """S = Q Kᵀ and O += P V of one warp's rows.
+
+    Where `resident`, Q waits in registers for all tiles of keys, else it is read again with each of them.
+    """
+
+    def __init__(self, tiling: Any, block: Any) -> None:
+        self.keys, self.columns, self.steps = tiling.tile_n, tiling.dv, tiling.d // DEPTH
+        self.warp = Warp(block.dtype, tiling.warp_rows // ROWS)
+        number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.q = MatrixTile(start_of(block.sQ), tiling.tile_m, tiling.d, Operand.LEFT)
+        self.q.place = self.q.place + number * (tiling.warp_rows * self.q.wide * 2)
+        self.k = MatrixTile(start_of(block.sK), tiling.tile_n, tiling.d, Operand.RIGHT_ROWS)
+        self.v = MatrixTile(start_of(block.sV), tiling.tile_n, tiling.dv, Operand.RIGHT_COLUMNS)
+        self.k_bytes, self.v_bytes = 2 * tiling.tile_n * tiling.d, 2 * tiling.tile_n * tiling.dv
+        self.output_shape = self.warp.shape(tiling.dv)
+        self.tSrQ = [self.warp.left() for _ in range(self.steps)] if tiling.resident else None
+
+    def probabilities(self) -> cute.Tensor:
+        return self.warp.rounded(self.keys)
+
+    def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
+        return self.warp.rows_of(sums)
+
+    def remembered(self, sums: cute.Tensor) -> Remembered:
+        return self.warp.remembered(sums)
 
     def resident_queries(self) -> list[cute.Tensor] | None:
         """Registers for Q where it stays there."""
@@ -74,12 +126,7 @@ class WarpProducts(OutputProducts):
     def get_queries(self) -> None:
         """Fills them."""
         for step, registers in enumerate(self.tSrQ or ()):
-            self._get_queries(registers, step)
-
-    def _get_queries(self, registers: cute.Tensor, step: int) -> None:
-        words = cute.recast_tensor(registers, Int32)
-        for i in range(self.blocks):
-            self.q.load(words, 4 * i, i, step)
+            self.warp.get(registers, self.q, 0, step)
 
     def wait(self, running: int) -> None:
         """Nothing: who reads a sum waits for it."""
@@ -89,36 +136,20 @@ class WarpProducts(OutputProducts):
 
     def scores(self, stage: Any) -> cute.Tensor:
         """The products of queries and keys of a stage."""
-        tSrS = cute.make_rmem_tensor(self._sums(self.keys), Float32)
-        tSrS.fill(0.0)
+        tSrS = self.warp.sums(self.keys)
         for step in range(self.steps):
-            if self.tSrQ is None:
-                left = self._left()
-                self._get_queries(left, step)
-            else:
-                left = self.tSrQ[step]
+            left = self.warp.get(self.warp.left(), self.q, 0, step) if self.tSrQ is None else self.tSrQ[step]
             for j in range(self.keys // ROWS):
-                self._multiply(tSrS, left, self.k, j, step, j, stage * self.k_bytes)
+                self.warp.add(tSrS, left, self.k, j, step, j, stage * self.k_bytes)
         return tSrS
 
     def add_output(self, tOrO: cute.Tensor, tOrP: cute.Tensor, stage: Any) -> None:
         """To the output the probabilities times the values of a stage."""
-        shape = (2, 2, 2), self.blocks, self.keys // DEPTH
-        left = cute.make_tensor(tOrP.iterator, cute.make_layout(shape))
-        for step in range(self.keys // DEPTH):
+        for step, left in enumerate(self.warp.steps_of(tOrP)):
             for j in range(self.columns // ROWS):
-                self._multiply(tOrO, left[None, None, step], self.v, step, j, j, stage * self.v_bytes)
-
-    def _multiply(
-        self, sums: cute.Tensor, left: cute.Tensor, tile: MatrixTile, down: int, beside: int, j: int, before: Any
-    ) -> None:
-        """To the `j`-th 16 columns of sums: one step, with a block of the right operand."""
-        right = cute.make_rmem_tensor(((2, 2), 2), self.dtype)
-        tile.load(cute.recast_tensor(right, Int32), 0, down, beside, before)
-        two = cute.make_layout(((2, 2), self.blocks, 2))
-        part = cute.make_tensor(sums.iterator + j * cute.size(two), two)
-        cute.gemm(self.mma, part, left, right, part)
+                self.warp.add(tOrO, left, self.v, step, j, j, stage * self.v_bytes)
 
 
-def _start(shared: cute.Tensor) -> Any:
+def start_of(shared: cute.Tensor) -> Any:
+    """Where a tile of shared memory begins."""
     return shared.iterator.toint()

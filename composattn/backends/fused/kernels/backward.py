@@ -29,6 +29,7 @@ from ..planning.arguments import MainArguments, PiecesArguments
 from ..planning.plan_backward import COUNTER, AnyTiling, BackwardPlan
 from ..tiles.architecture import Kernel
 from ..tiles.tiling import BackwardTiling
+from .chain import let_next_begin, overlaps, wait_for_former
 from .dq_claims import DqClaims
 from .dq_clearing import DqClearing
 from .key_tile import KeyTile
@@ -51,9 +52,11 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     arguments = MainArguments
     threads: int  # of a block
+    blocks = 1  # on an SM at once
     stored_rows: int  # of dK and dV that leave in one copy
     stored_across = 1  # copies that bring their columns
     arithmetic: Arithmetic = ONE_BY_ONE
+    keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     delta_with_q = False  # whether D comes on the edge of Q and LSE, not of dO
 
     def __init__(self, plan: BackwardPlan[AnyTiling]):
@@ -82,29 +85,20 @@ class Backward(Kernel, Generic[AnyTiling]):
         mQ, mdO = [queries.for_copies(t) for t in (given.q, given.dout)]
         mK, mV = [keys.for_copies(t) for t in (given.k, given.v)]
         layouts = self.layouts()
-        row_layout, sharing = cute.make_layout((tiling.tile_m,)), self.plan.tiling.sharing
         statistics = statistics_of(given.workspace, COUNTER, given.dq_accum, tiling.tile_m)
-        read, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        copies = [
-            *self.loads(mQ, mdO, mK, mV, layouts, queries, keys),
-            cpasync.make_tiled_tma_atom(read, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
-        ]
-        for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
-            box = cute.select(layout, [0, 1])
-            part = self.stored_rows, width // self.stored_across
-            stored = self.stored(keys, tensor, part[0])
-            copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
-        across = self.loads_across(mQ, mdO, mK)
+        host = HostRows(queries, keys, mQ, mdO, mK, mV)
+        tmas, tensors = self.operands(given, host, layouts, statistics)
         group = mQ.shape[2] // mK.shape[2]
         order = self.order(given, mK, group, queries, keys)
         flags = given.workspace, COUNTER, given.dq_accum, tiling.tile_m
         pieces = pieces_of(self.plan.tiling, given.pieces) if self.plan.in_pieces else None
+        sharing = self.plan.tiling.sharing
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
             blocks = cutlass.min(blocks, self.plan.target.sms)
         self.kernel(
-            BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
-            BackwardOperands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
+            tmas,
+            tensors,
             layouts,
             statistics,
             given.dq_accum,
@@ -118,8 +112,31 @@ class Backward(Kernel, Generic[AnyTiling]):
             cluster=None if sharing == 1 else (sharing, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+            min_blocks_per_mp=self.blocks,
+            # said where there are several, else the kernel language asks the driver, which compiling must not need
+            preferred_smem_carveout=None if self.blocks == 1 else 100,
+            use_pdl=overlaps(self.plan.target),
+            hint_smem_base_uniform=self.keeps_shared_base,
+        )
+
+    def operands(self, given: MainArguments, host: "HostRows", layouts: Any, statistics: cute.Tensor) -> "Operands":
+        """How tiles come to shared memory and leave it."""
+        tiling = self.tiling
+        read, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        row_layout = cute.make_layout((tiling.tile_m,))
+        copies = [
+            *self.loads(host.q, host.dout, host.k, host.v, layouts, host.queries, host.keys),
+            cpasync.make_tiled_tma_atom(read, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
+        ]
+        for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
+            box = cute.select(layout, [0, 1])
+            part = self.stored_rows, width // self.stored_across
+            stored = self.stored(host.keys, tensor, part[0])
+            copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
+        across = self.loads_across(host.q, host.dout, host.k)
+        return (
+            BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
+            BackwardOperands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
         )
 
     def stored(self, keys: Any, tensor: cute.Tensor, box: int) -> cute.Tensor:
@@ -166,24 +183,30 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     @cute.kernel
     def kernel(self, tmas, tensors, layouts, statistics, dq_accum, turns, counter, cleared, claims, work):
-        cute.arch.griddepcontrol_launch_dependents()  # blocks that round dQ start as the last ones of these end
+        let_next_begin(self.plan.target)  # blocks that round dQ start as the last ones of these end
         clearing = None if cleared is None else DqClearing(dq_accum, cleared, counter)
         claims = None if claims is None else DqClaims(claims)
         call = BackwardCall(tmas, self.of_block(tensors), statistics, dq_accum, clearing, claims, turns, *work)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for tma in descriptors(tmas.every):
-                cpasync.prefetch_descriptor(tma)
-        block = self.block(layouts, counter)
-        start_edges(block.edges, warp)
+        block = self.begun(tmas, layouts, counter, warp)
         if const_expr(call.order.table is None or self.tiling.persistent):
             self.share_roles(call, block, warp)
         else:
             if self.exists(call, self.first_number()):
                 self.share_roles(call, block, warp)
             else:  # the postprocess waits for this one alone, which must not end before the one in front
-                cute.arch.griddepcontrol_wait()
+                wait_for_former(self.plan.target)
                 self.pass_by(call, self.first_number(), warp == 0)
+
+    @cute.jit
+    def begun(self, tmas, layouts, counter, warp):
+        """A block that is ready for its roles."""
+        if warp == 0:
+            for tma in descriptors(tmas.every):
+                cpasync.prefetch_descriptor(tma)
+        block = self.block(layouts, counter)
+        start_edges(block.edges, warp)
+        return block
 
     def work_tile(self, call, number) -> "KeyTile":
         """Keys of work tile `number`: the first ones first, as a causal mask lets most queries see them, or by a table.
@@ -337,6 +360,7 @@ class Backward(Kernel, Generic[AnyTiling]):
             head = work.kv_head * call.group + member
             me.begin_head(self.mods, head, self.leaves(call, work, head))
             for run in self.query_tiles(call, work, head):
+                steps = me.begin_run(call, run, steps)
                 for i in cutlass.range(run.count, unroll=1):
                     me.step(call, run.tile(i), ragged | run.tested(i), *steps)
                     steps = me.following(call, run.tile(i), steps)
@@ -399,7 +423,7 @@ class Backward(Kernel, Generic[AnyTiling]):
 
 
 class BackwardOperands(NamedTuple):
-    """For each tensor that lies in tiles, its TMA copy, or the tensor as that copy sees it."""
+    """For each tensor that lies in tiles, its TMA copy (None: there is none), or the tensor as that copy sees it."""
 
     q: Any
     dout: Any
@@ -417,6 +441,21 @@ class BackwardOperands(NamedTuple):
     @property
     def results(self) -> tuple[Any, Any]:
         return self.dk, self.dv
+
+
+Operands = tuple[BackwardOperands, BackwardOperands]
+"""Bulk copies of what comes and goes by such, and the tensors as these copies, or the kernel's threads, see them."""
+
+
+class HostRows(NamedTuple):
+    """On the host: where rows of queries and keys lie, and the tensors with a row and its columns as first modes."""
+
+    queries: Any
+    keys: Any
+    q: cute.Tensor
+    dout: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
 
 
 @dataclasses.dataclass

@@ -74,6 +74,10 @@ class KeyGroup(Fixed, abc.ABC):
         """What the first step takes, which has these slots."""
         return slots
 
+    def begin_run(self, call, run, carried: tuple) -> tuple:
+        """Before the first step of a `run` of query tiles, which takes what is returned."""
+        return carried
+
     def following(self, call, m, carried: tuple) -> tuple:
         """What the step after the one of query tile `m` takes, which took what is `carried`."""
         return tuple(slot.next() for slot in carried)

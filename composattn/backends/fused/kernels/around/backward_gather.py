@@ -16,6 +16,7 @@ from ...planning.arguments import GatherArguments
 from ...planning.plan_backward import AnyTiling, GatherPlan
 from ...tiles.architecture import Kernel
 from ..backward import pieces_of
+from ..chain import overlaps, wait_for_former
 from ..rounding import Exit, RowSums, Sums, is_first_warp
 
 
@@ -30,6 +31,7 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
     arguments = GatherArguments
     rows: int
     across: int = 1
+    threads = THREADS  # of a block
 
     def __init__(self, plan: GatherPlan[AnyTiling]):
         self.plan, self.tiling = plan, plan.tiling
@@ -42,6 +44,12 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
     def sums(self, columns: int) -> Sums:
         """The sums of dK or dV, which has so many columns."""
 
+    def output(self, tensor: cute.Tensor, keys: Any, columns: int) -> tuple[Any, cute.Tensor]:
+        """The copy by which dK or dV leaves, and the tensor as that copy sees it."""
+        box = (self.rows, columns // self.across)
+        stored = keys.for_stores(tensor, box[0]) if self.plan.has_segments else keys.for_copies(tensor)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), stored, self.layout(box[1]), box)
+
     def part(self, shared: cute.Tensor) -> cute.Tensor:
         """What the sums are of, in the shared memory of `rows` keys."""
         return shared
@@ -51,24 +59,21 @@ class BackwardGather(Kernel, Generic[AnyTiling]):
         given, tiling = self.arguments(*arguments), self.tiling
         self.dtype = given.dk.element_type
         _, keys = rows_of(self.plan.layout, given.dk, given.dk, given.sequences)
-        outputs = []
-        for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv)):
-            box = (self.rows, columns // self.across)
-            stored = keys.for_stores(tensor, box[0]) if self.plan.has_segments else keys.for_copies(tensor)
-            store = cpasync.CopyBulkTensorTileS2GOp()
-            outputs.append(cpasync.make_tiled_tma_atom(store, stored, self.layout(box[1]), box))
+        outputs = [
+            self.output(tensor, keys, columns) for tensor, columns in ((given.dk, tiling.d), (given.dv, tiling.dv))
+        ]
         made = pieces_of(tiling, given.pieces)
         tmas, tensors = tuple(o[0] for o in outputs), tuple(o[1] for o in outputs)
         self.kernel(tmas, tensors, made.sums, made.places, given.pieces.pieces, keys).launch(
             grid=(given.pieces.cut, tiling.tile_n // self.rows * self.across, 2),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=overlaps(self.plan.target),
         )
 
     @cute.kernel
     def kernel(self, tmas, tensors, sums, places, count, keys):
-        cute.arch.griddepcontrol_wait()  # for the main kernel's sums
+        wait_for_former(self.plan.target)  # for the main kernel's sums
         tile, _, number = cute.arch.block_idx()
         place = places[tile, None]
         if number == 0:

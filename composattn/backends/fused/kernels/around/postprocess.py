@@ -17,6 +17,7 @@ from ...planning.arguments import PostprocessArguments
 from ...planning.plan_backward import AnyTiling, PostprocessPlan
 from ...tiles.architecture import Kernel
 from ...tiles.tiling import RowBackwardTiling
+from ..chain import overlaps, wait_for_former
 from ..rounding import Exit, RowSums, Sums, is_first_warp
 from .sink_sums import SinkSums
 
@@ -59,24 +60,28 @@ class Postprocess(Kernel, Generic[AnyTiling]):
 
     @cute.jit
     def __call__(self, stream, *arguments):
-        given, tiling = self.arguments(*arguments), self.tiling
+        given = self.arguments(*arguments)
         self.dtype = given.dq.element_type
         layout = self.layout()
         queries, _ = rows_of(self.plan.layout, given.dq, given.dq, given.sequences)
-        dq = queries.for_stores(given.dq, self.rows) if self.plan.has_segments else queries.for_copies(given.dq)
-        box = in_copies(queries, self.rows, tiling.d)
-        tma, tensor = bulk_copy(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
+        tma, tensor = self.output(given.dq, queries, layout)
         sinks = SinkSums.of(self.plan, given)
         self.kernel(tma, tensor, layout, given.dq_accum, given.scale, queries, given.query_tiles, sinks).launch(
             grid=self.blocks(given.dq_accum, given.query_tiles).grid,
             block=(self.threads, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=overlaps(self.plan.target),
         )
+
+    def output(self, given: cute.Tensor, queries: Any, layout: Any) -> tuple[Any, cute.Tensor]:
+        """The copy by which tiles of dQ leave, and dQ as that copy sees it."""
+        dq = queries.for_stores(given, self.rows) if self.plan.has_segments else queries.for_copies(given)
+        box = in_copies(queries, self.rows, self.tiling.d)
+        return bulk_copy(cpasync.CopyBulkTensorTileS2GOp(), dq, layout, box)
 
     @cute.kernel
     def kernel(self, tma, tensor, layout, dq_accum, scale, queries, work, sinks):
-        cute.arch.griddepcontrol_wait()  # for the main kernel's sums
+        wait_for_former(self.plan.target)  # for the main kernel's sums
         if const_expr(sinks is not None):
             sinks.add_up(self.blocks(dq_accum, work))
         tile, head, b = self.blocks(dq_accum, work).tile()

@@ -21,6 +21,7 @@ from .....primitives.values import aligned, choose, move, permuted
 from ...planning.arguments import PreprocessArguments
 from ...planning.plan_backward import COUNTER, PreprocessPlan
 from ...tiles.architecture import Kernel
+from ..chain import let_next_begin
 from .sink_sums import SinkSums
 
 THREADS = 512
@@ -63,7 +64,7 @@ class Preprocess(Kernel):
     @cute.kernel
     def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
-        cute.arch.griddepcontrol_launch_dependents()  # the main kernel's blocks start as these end
+        let_next_begin(self.plan.target)  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(cleared is not None):

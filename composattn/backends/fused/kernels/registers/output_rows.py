@@ -9,17 +9,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from .....primitives.bulk_stores import send
-from .....primitives.lanes import turned
 from .....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from .....primitives.register_chunks import THREADS
 from .....primitives.remembered import Remembered
+from .....primitives.row_lines import LINES, store_lines
 from .....primitives.values import Fixed, narrow, narrowed, smaller
 from ...planning.plan import AnyForwardTiling
 from ..forward_call import ForwardCall
 from ..query_rows import QueryRows, of_part
 from .groups import ThreadGroup
-
-LINES = 4  # lanes that have a row
 
 
 class OutputProducts(Fixed, abc.ABC):
@@ -184,7 +182,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
             if self.tiling.output_direct and not self.me.plan.is_split:  # all columns, of 16 bits
-                _store_lines(row, q, self.output[r, None], self.me.lane, blocks, inside)
+                store_lines(row[q, None], self.output[r, None], self.me.lane, blocks, inside)
             else:
                 _store_row(row, q, self.output[r, None], first // 2 + self.me.lane % 4, blocks, inside)
 
@@ -211,28 +209,6 @@ def _store_row(target, q: Int32, values, pair: Int32, blocks: Any, inside: Boole
                     _store_pair(target, q, values, pair, c)
             elif const_expr(c < blocks):
                 _store_pair(target, q, values, pair, c)
-
-
-@cute.jit
-def _store_lines(target, q: Int32, values, lane: Int32, blocks: Any, inside: Boolean):
-    """Stores values in lines of 8 columns, of which each of a row's four lanes has every fourth: 16 bytes at once."""
-    rounded = narrowed(values, target.element_type)
-    words = cute.recast_tensor(rounded, Int32)
-    for i in cutlass.range_constexpr(cute.size(words) // LINES):
-        line = cute.make_rmem_tensor(LINES, Int32)
-        for j, word in enumerate(turned([words[LINES * i + j] for j in range(LINES)], lane)):
-            line[j] = word
-        block = LINES * i + lane % LINES
-        there = inside & (block < blocks)
-        _store_if(
-            there, cute.recast_tensor(line, target.element_type), cute.local_tile(target[q, None], (8,), (block,))
-        )
-
-
-@cute.jit
-def _store_if(condition: Boolean, source, target):
-    if condition:
-        cute.autovec_copy(source, target)
 
 
 def _store_pair(target, q: Int32, values, pair: Int32, c: int) -> None:
