@@ -215,6 +215,41 @@ def test_images_whose_last_row_is_cut_are_strips_with_that_row(
     assert out.transpose(1, 2).is_contiguous()
 
 
+CUT_IMAGES = [
+    # (batch, query heads, key/value heads, positions, D), the whole image, kernel
+    ((1, 4, 1, 531, 128), (32, 17), (5, 7)),  # the last row's tile would fill with rows of other heads
+    ((4, 2, 2, 855, 96), (26, 34), (13, 5)),  # with the last row strips get tiles of 48 keys, without it of 64
+    ((4, 8, 2, 6488, 64), (74, 88), (13, 7)),
+    ((1, 8, 8, 6836, 96), (54, 127), (5, 3)),
+]
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(("sizes", "image", "kernel"), CUT_IMAGES)
+def test_a_cut_last_row_begins_tiles_of_one_head_of_the_call_that_is_planned(
+    sizes: tuple[int, ...], image: tuple[int, int], kernel: tuple[int, int]
+) -> None:
+    batch, heads, kv_heads, length, d = sizes
+    shape = Problem(batch, heads, kv_heads, length, length, d, d, BF16, torch.device("cpu"))
+    plan = planned(shape, mask_mod=neighborhood(image, kernel))
+    assert plan.strips is not None and plan.strips.cut is not None
+    strips, cut, tiling = plan.strips, plan.strips.cut, plan.tiling
+    assert cut.q_row * strips.apart % tiling.queries == cut.kv_row * strips.wide % tiling.tile_n == 0
+    assert tiling.packed_heads == 1
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    ("sizes", "image", "kernel"), [CUT_IMAGES[0], pytest.param(*CUT_IMAGES[1], marks=pytest.mark.slow)]
+)
+def test_cut_images_are_right_where_their_last_row_would_change_the_tiles(
+    sizes: tuple[int, ...], image: tuple[int, int], kernel: tuple[int, int], generator: torch.Generator
+) -> None:
+    batch, heads, kv_heads, length, d = sizes
+    q, k, v = (torch.randn(batch, n, length, d, generator=generator).to(BF16) for n in (heads, kv_heads, kv_heads))
+    check(partial(ca.attention, backend="hopper-emulated"), Case(q, k, v, mask_mod=neighborhood(image, kernel)))
+
+
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize(
     ("sizes", "kernel", "missing"), [((9, 48), 5, 0), ((11, 32), (3, 17), 0), ((13, 40), (5, 7), 29)]

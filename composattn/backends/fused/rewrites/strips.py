@@ -52,8 +52,7 @@ class Counted(NamedTuple):
             counts = counts[:1]  # gradients of the only strip's keys are the image's, which has no rows above it
         fewest, above = min((tiles, above) for above, tiles in enumerate(counts))
         visits = tile.keys / 128 * fewest
-        last = _last_row(posed, strips, above) if is_cut else None
-        cut = _cut(posed, dataclasses.replace(strips, above=above, cut=last))
+        cut = _placed(posed, dataclasses.replace(strips, above=above))
         of_image = strips.count * cut.problem.q_len / problem.q_len
         return Counted(cut, visits * of_image, microseconds(cut, visits, tile))
 
@@ -80,7 +79,12 @@ def by_strips(posed: Posed) -> Found:
     tiled = [strips for strips in served if not _without_a_tiling(_cut(posed, strips))]
     if not tiled:
         return Nothing(_without_a_tiling(_cut(posed, served[0])))
-    cut = min((Counted.in_strips(posed, strips) for strips in tiled), key=lambda counted: counted.microseconds)
+    # tiles are chosen by lengths, and these are others where keys begin above the image, and rows lie as tiles do
+    counted = [Counted.in_strips(posed, strips) for strips in tiled]
+    kept = [each for each in counted if not _without_a_tiling(each.posed)]
+    if not kept:
+        return Nothing(_without_a_tiling(counted[0].posed))
+    cut = min(kept, key=lambda each: each.microseconds)
     whole = Counted.whole(posed, served[0].several_axes)
     if cut.microseconds > whole.microseconds:
         why = f"strips would take {cut.microseconds:.0f} us by the model in place of {whole.microseconds:.0f}"
@@ -124,14 +128,22 @@ def _without_rows(posed: Posed, strips: Strips) -> str:
     return ""
 
 
-def _last_row(posed: Posed, strips: Strips, above: int) -> CutRow:
+def _placed(posed: Posed, strips: Strips) -> Posed:
+    """The call in these strips, whose last row begins a tile if it is cut."""
+    placed = _cut(posed, strips)
+    if posed.problem.q_len % strips.columns:
+        for _ in range(2):  # by the tiles of a strip without the row, and by those of one with it
+            placed = _cut(posed, dataclasses.replace(strips, cut=_last_row(posed, strips, _tiles(placed))))
+    return placed
+
+
+def _last_row(posed: Posed, strips: Strips, tiles: list[Tile]) -> CutRow:
     """Where a strip's queries and keys have a last row that is cut, as tiles of either order begin with it."""
     at, columns = divmod(posed.problem.q_len, strips.columns)
-    tiles = _tiles(_cut(posed, strips))
     q_rows, kv_rows = math.lcm(*(t.queries for t in tiles)), math.lcm(*(t.keys for t in tiles))
     q_row, kv_row = [
         -(-rows * wide // tile) * tile // wide
-        for rows, wide, tile in ((at, strips.apart, q_rows), (at + above, strips.wide, kv_rows))
+        for rows, wide, tile in ((at, strips.apart, q_rows), (at + strips.above, strips.wide, kv_rows))
     ]
     return CutRow(at, columns, q_row, kv_row)
 
@@ -154,7 +166,7 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
 
 
 def _without_a_tiling(posed: Posed) -> str:
-    """Why no tiles have whole rows of a strip; empty where some do."""
+    """Why no tiles have whole rows of a strip, or none begins with a cut last one; empty where some do."""
     problem, program, target = posed.problem, posed.program, posed.target
     architecture, strips = architecture_of(target), problem.layout.strips
     assert strips is not None
@@ -163,13 +175,22 @@ def _without_a_tiling(posed: Posed) -> str:
     if posed.direction == "backward":
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
         whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)
-        return "" if whole else "tiles of the backward have no whole rows of a strip"
+        return _without_last_row(posed, strips) if whole else "tiles of the backward have no whole rows of a strip"
     tiling = of_whole_rows(architecture.forward_tiling(problem, program, target), strips)
     if tiling.queries % strips.apart or not tiling.tile_n:
         return "tiles of the forward have no whole rows of a strip"
     if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
-        return ""
+        return _without_last_row(posed, strips)
     return "tiles of a strip would have several heads, or parts of the keys"
+
+
+def _without_last_row(posed: Posed, strips: Strips) -> str:
+    """Why a last row that is cut begins no tile; empty where it does, or is whole."""
+    cut = strips.cut
+    begins = cut is None or all(
+        cut.q_row * strips.apart % tile.queries == cut.kv_row * strips.wide % tile.keys == 0 for tile in _tiles(posed)
+    )
+    return "" if begins else "tiles of strips with a last row that is cut do not begin with it"
 
 
 def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:

@@ -22,7 +22,8 @@ def sharing_heads(problem: Problem, program: Program, rows: int) -> int:
     Raises `InvalidSchedule` where packing is asked for and can't be done.
     """
     wanted, group = problem.schedule.pack_gqa, problem.group
-    if wanted is False or group == 1:
+    in_strips = problem.layout.strips is not None  # whose tiles are boxes of one head
+    if wanted is False or group == 1 or (in_strips and not wanted):
         return 1
     heads = max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
     # heads that see different keys visit different tiles
