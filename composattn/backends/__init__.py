@@ -99,8 +99,12 @@ BACKENDS = {
 def check_name(name: str | None) -> None:
     """Raises `UnknownBackend` unless `name` is None or one of `BACKENDS`."""
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        told = "COMPOSATTN_BACKEND: " if name == settings.BACKEND else ""
-        raise errors.UnknownBackend(f"{told}no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
+        raise errors.UnknownBackend(f"{_told(name)}no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
+
+
+def _told(name: str | None) -> str:
+    """Which variable of the environment says so, where one does."""
+    return "COMPOSATTN_BACKEND: " if name is not None and name == settings.BACKEND else ""
 
 
 def choose(name: str | None, problem: Problem) -> Backend:
@@ -122,7 +126,9 @@ def choose(name: str | None, problem: Problem) -> Backend:
     why = backend.unavailable(problem.device)
     if why is not None:
         able = [f"{b.name!r} ({b.takes})" for b in BACKENDS.values() if b.unavailable(problem.device) is None]
-        raise errors.BackendUnavailable(f"backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can")
+        raise errors.BackendUnavailable(
+            f"{_told(name)}backend {backend.name!r} can't serve this call: {why}; {', '.join(able)} can"
+        )
     return backend
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from composattn import settings
+from composattn.errors import UnsupportedOption
+
 ROOT = Path(__file__).parents[2]
 CALL = "import torch, composattn as ca; q = torch.ones(1, 1, 4, 8); "
 
@@ -40,6 +43,19 @@ def test_each_setting_stands_for_what_a_call_leaves_out() -> None:
     assert lines[1:] == ["streaming False True", "a word"]
 
 
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("", ["a word"]),
+        ("logging.basicConfig();", ["INFO:composattn:a word"]),
+        ("log.addHandler(logging.StreamHandler());", ["a word"]),
+    ],
+)
+def test_a_line_of_the_log_is_written_once(code: str, lines: list[str]) -> None:
+    log = "import logging; log = logging.getLogger('composattn');"
+    assert said(f"{log}{code}log.info('a word')", COMPOSATTN_LOG="INFO").splitlines() == lines
+
+
 def test_a_call_runs_on_the_backend_that_the_environment_names() -> None:
     assert "backend     reference" in said("print(ca.Attention().explain(q, q, q))", COMPOSATTN_BACKEND="reference")
 
@@ -50,7 +66,17 @@ def test_a_call_runs_on_the_backend_that_the_environment_names() -> None:
         ({"COMPOSATTN_BACKEND": "hoper"}, "COMPOSATTN_BACKEND: no backend 'hoper'; there are"),
         ({"COMPOSATTN_DETERMINISTIC": "yes"}, "COMPOSATTN_DETERMINISTIC='yes'; it must be 0 or 1"),
         ({"COMPOSATTN_LOG": "loud"}, "COMPOSATTN_LOG='LOUD'; it must be one of DEBUG, INFO, WARNING, ERROR"),
+        ({"COMPOSATTN_BACKEND": "hopper"}, "COMPOSATTN_BACKEND: backend 'hopper' can't serve this call"),
     ],
 )
 def test_what_a_setting_can_not_be_is_refused(setting: dict[str, str], words: str) -> None:
     assert words in said("ca.attention(q, q, q)", **setting)
+
+
+@pytest.mark.parametrize("words", ["abc", "nan", "-1"])
+def test_a_limit_that_is_no_number_is_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPOSATTN_EMULATOR_SECONDS", words)
+    with pytest.raises(UnsupportedOption, match=f"COMPOSATTN_EMULATOR_SECONDS='{words}'; it must be a number above 0"):
+        settings.number("COMPOSATTN_EMULATOR_SECONDS", 600.0)
+    monkeypatch.setenv("COMPOSATTN_EMULATOR_SECONDS", "")
+    assert settings.number("COMPOSATTN_EMULATOR_SECONDS", 600.0) == 600.0

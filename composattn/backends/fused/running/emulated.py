@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .... import settings
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....emulator.capture import Captured
@@ -57,7 +57,7 @@ def estimate(batch: int, heads: int, q_len: int, kv_len: int) -> float:
 
 def check_size(problem: Problem) -> None:
     """Raises `EmulationTooLarge` above COMPOSATTN_EMULATOR_SECONDS (600 if unset) estimated seconds."""
-    limit = float(os.environ.get("COMPOSATTN_EMULATOR_SECONDS", LIMIT_SECONDS))
+    limit = settings.number("COMPOSATTN_EMULATOR_SECONDS", LIMIT_SECONDS)
     seconds = estimate(problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
     if seconds > limit:
         raise EmulationTooLarge(
