@@ -24,6 +24,7 @@ import torch
 from ..api import attention
 from ..call.block_sparse import SMALLEST_BLOCK, BlockSparse
 from ..call.eight_bits import Quantized
+from ..call.problem import refuse_unreadable
 from ..call.sequences import Varlen
 from ..errors import DTypeMismatch, MissingDependency, ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
 from ..extras import how_to_install
@@ -124,21 +125,24 @@ def attend(
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, where packed documents begin in a batch of one; max_length_q,
         max_length_k: their greatest lengths. No document sees another, whatever the mask says. With no mask (continuous
         batching, whose keys are those of a cache) documents are causal, the last query at the last key.
-    sliding_window: how many keys a query sees, itself among them, of documents with no mask; else the mask says it.
+    sliding_window: how many keys a query sees to each side, itself among them, where there is no mask; else the mask
+        says it. The last query is at the last key.
 
     Raises: `UnknownKeyword` for a keyword that may change the result and is none of these; `UnsupportedOption` for
     output_attentions, token indices and packed documents in more than one row; `ShapeMismatch` for a causal layer
-    without a mask where Sq is not Skv and for a mask, sinks or indices of other lengths; `WrongRank` and
-    `DTypeMismatch` of a mask that is a tensor; and what `ca.attention` raises.
+    without a mask where Sq is not Skv and for a mask, sinks or indices of other lengths; `NotATensor`, `WrongRank`
+    and `DTypeMismatch` of a mask; and what `ca.attention` raises.
     """
     _refuse_keywords(module, unknown)
     if output_attentions:
         raise UnsupportedOption('attention weights are never formed here; use attn_implementation="eager" to see them')
     keys, values = as_quantised("key", key), as_quantised("value", value)
     documents = _documents(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    causal_alone = attention_mask is None and _is_causal(module, is_causal)
-    aligned = _causal_documents(sliding_window) if documents is not None and causal_alone else None
-    mask_mod, bias = (None, None) if aligned is not None else _told(module, query, key, attention_mask, is_causal)
+    aligned = None
+    if attention_mask is None:
+        aligned = _aligned(documents is not None and _is_causal(module, is_causal), sliding_window)
+    in_documents = documents is not None and attention_mask is None
+    mask_mod, bias = (None, None) if in_documents else _told(module, query, key, attention_mask, is_causal)
     if block_indices is not None:
         picked = _picked_blocks(module, block_indices, query, key)
         mask_mod = picked if mask_mod is None else Mask.of(mask_mod) & picked
@@ -233,25 +237,25 @@ def _attention(
     mask_mod: Any,
     documents: Varlen | None,
     sinks_of_rows: torch.Tensor | None,
-    of_documents: Mask | None,
+    aligned: Mask | None,
     **options: Any,
 ) -> torch.Tensor:
     """out of (B, H, S, D) tensors; of documents packed in a batch of one, too.
 
-    `of_documents`: a mask of positions in a document; `mask_mod` and `score_mod` are of those in the packed row.
+    `aligned`: a mask of positions in a document; `mask_mod` and `score_mod` are of those in the packed row.
     """
     tensors = query, key, value
     if documents is not None:
         if query.shape[0] != 1:
             raise UnsupportedOption(f"cu_seq_lens_q packs documents in a batch of one, got a batch of {query.shape[0]}")
         mask_mod = None if mask_mod is None else _of_packed(Mask.of(mask_mod), documents)
-        if of_documents is not None:
-            mask_mod = of_documents if mask_mod is None else of_documents & mask_mod
         score_mod = None if score_mod is None else _of_packed(score_mod, documents)
         if isinstance(key, Quantized) or isinstance(value, Quantized):
             raise UnsupportedOption("packed documents (cu_seq_lens_q) with a cache in 8 bits; give it one in 16 bits")
         tensors = tuple(t[0].transpose(0, 1) for t in tensors)  # type: ignore[assignment,union-attr]
         options["varlen"] = documents
+    if aligned is not None:
+        mask_mod = aligned if mask_mod is None else aligned & mask_mod
     options |= {"score_mod": score_mod, "mask_mod": mask_mod}
     if sinks_of_rows is None:
         out = attention(*tensors, **options)
@@ -277,10 +281,12 @@ def _is_causal(module: torch.nn.Module, said: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if said is None else said)
 
 
-def _causal_documents(window: int | None) -> Mask:
-    """What a query of a document sees whose last query is at its last key."""
-    before = causal("bottom_right")
-    return before if window is None else before & window_before(window - 1, "bottom_right")
+def _aligned(before: bool, window: int | None) -> Mask | None:
+    """What queries see by `before`, no later key, and by a window; None where that is all."""
+    masks = [causal("bottom_right")] if before else []
+    if window is not None:
+        masks.append(window_before((window - 1, window - 1), "bottom_right"))
+    return functools.reduce(lambda one, other: one & other, masks) if masks else None
 
 
 def _told(
@@ -310,7 +316,8 @@ def _told(
 
 
 def _check_tensor(given: torch.Tensor) -> None:
-    """Raises `WrongRank` and `DTypeMismatch` for a mask that is no mask of pairs."""
+    """Raises `NotATensor`, `WrongRank` and `DTypeMismatch` for a mask that is no mask of pairs."""
+    refuse_unreadable("attention_mask", given)
     if given.ndim != 4:
         raise WrongRank(f"attention_mask has shape {tuple(given.shape)}; a layer takes (B, 1 or Hq, Sq, Skv)")
     if given.dtype is not torch.bool and not given.is_floating_point():

@@ -199,8 +199,8 @@ def test_seeds_of_two_attentions_are_their_own(generator: torch.Generator) -> No
 
 def test_a_new_seed_plans_nothing_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(generator)
-    made, found = plan_cache._made, []
-    monkeypatch.setattr(plan_cache, "_made", lambda *a: (found.append(a[0]), made(*a))[1])
+    made, found = plan_cache.made_plan, []
+    monkeypatch.setattr(plan_cache, "made_plan", lambda *a: (found.append(a[0]), made(*a))[1])
     plan_cache._plans.clear()
     for seed in (None, None, 4):
         ca.attention(*x, dropout_p=P, dropout_seed=seed)

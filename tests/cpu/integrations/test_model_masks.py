@@ -125,13 +125,27 @@ def test_where_all_is_visible_there_may_be_no_mask() -> None:
     assert mask(2, 4, KV_LENGTH, 0, 0, both_ways, padded(), allow_is_bidirectional_skip=True) is not None
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("queries", [12, 1])
+@pytest.mark.parametrize("documents", [False, True], ids=["one row", "documents"])
+def test_a_layer_with_a_window_and_no_mask_has_its_window(is_causal: bool, queries: int, documents: bool) -> None:
+    q, k = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 12, 8)
+    ends = {"cu_seq_lens_q": torch.tensor([0, queries]), "cu_seq_lens_k": torch.tensor([0, 12])}
+    most = {"max_length_q": queries, "max_length_k": 12}
+    packed = {**{name: end.int() for name, end in ends.items()}, **most} if documents else {}
+    found = attended(None, q, k, is_causal=is_causal, sliding_window=4, **packed)
+    before = (torch.arange(12)[:, None] - torch.arange(12))[-queries:]
+    seen = (before.abs() < 4) & (before >= 0) if is_causal else before.abs() < 4
+    assert float((found - torchs(q, k, k, attn_mask=seen)).abs().max()) <= 1e-6
+
+
 # --- keywords -------------------------------------------------------------------------------------------------------
 
 
 def test_keywords_that_change_nothing_are_taken_and_unknown_ones_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     wanted = torchs(q, q, q, is_causal=True)
-    found = attended(None, q, q, sliding_window=3, use_cache=True, position_ids=torch.arange(4), head_mask=None)
+    found = attended(None, q, q, use_cache=True, position_ids=torch.arange(4), head_mask=None)
     assert float((found - wanted).abs().max()) <= 1e-6
     with pytest.raises(errors.UnknownKeyword, match="Module hands head_mask= to its attention"):
         attended(None, q, q, head_mask=torch.ones(2))

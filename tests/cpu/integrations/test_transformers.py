@@ -102,8 +102,8 @@ def test_generation_gives_the_tokens_of_sdpa_with_two_plans(name: str, side: str
     of.set_attn_implementation("eager")
     wanted = of.generate(tokens, **options)
     plans = []
-    made = plan_cache._made
-    monkeypatch.setattr(plan_cache, "_made", lambda *a: (plans.append(str(a[0])), made(*a))[1])
+    made = plan_cache.made_plan
+    monkeypatch.setattr(plan_cache, "made_plan", lambda *a: (plans.append(str(a[0])), made(*a))[1])
     plan_cache._plans.clear()
     of.set_attn_implementation("composattn")
     assert torch.equal(of.generate(tokens, **options), wanted)
