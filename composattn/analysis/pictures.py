@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +39,13 @@ def of_mask(visible: torch.Tensor, kinds: torch.Tensor, tile: tuple[int, int], t
 
 
 def of_changes(added: torch.Tensor, visible: torch.Tensor, title: str) -> str:
-    """What a score mod adds to a score of 0, (S, S), at the pairs that are visible; dark is most."""
+    """What a score mod adds to a score of 0, (S, S), at the pairs that are visible; dark is most.
+
+    Grey where nothing finite is added.
+    """
     cell = SIDE / added.shape[0]
-    low, high = added[visible].min(), added[visible].max()
+    visible = visible & added.isfinite()
+    low, high = added[visible].aminmax() if visible.any() else (added.new_zeros(()),) * 2
     level = ((added - low) / (high - low).clamp_min(1e-30) * (LEVELS - 1)).round()
     drawn = Drawing(SIDE + 2 * EDGE, SIDE + 2 * EDGE, title)
     drawn.rect(EDGE, EDGE, SIDE, SIDE, HIDDEN)
@@ -62,7 +68,9 @@ def of_curve(changed: Callable[[torch.Tensor], Any], title: str, reach: float = 
     drawn.line([at(-reach, 0), at(reach, 0)])
     drawn.line([at(0, -reach), at(0, reach)])
     drawn.line([at(-reach, -reach), at(reach, reach)], edge=HIDDEN, width=2)
-    drawn.line([at(x, max(-reach, min(reach, y))) for x, y in zip(xs.tolist(), ys, strict=True)], edge=SEEN, width=2.5)
+    for known, points in itertools.groupby(zip(xs.tolist(), ys, strict=True), lambda point: point[1] == point[1]):
+        if known:  # no line where the result is NaN
+            drawn.line([at(x, max(-reach, min(reach, y))) for x, y in points], edge=SEEN, width=2.5)
     drawn.text(*at(reach * 0.98, -reach * 0.08), f"score {reach:g}", anchor="end", fill=PALE)
-    drawn.text(*at(reach * 0.04, reach * 0.38), f"{max(ys):.1f}", fill=INK)
+    drawn.text(*at(reach * 0.04, reach * 0.38), f"{max((y for y in ys if y == y), default=math.nan):.1f}", fill=INK)
     return drawn.svg()

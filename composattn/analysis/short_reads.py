@@ -48,6 +48,16 @@ def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch
     return asked
 
 
+def positions_of(root: Expr, most: int) -> tuple[int, int]:
+    """(queries, keys), `most` of each at most, up to which every captured tensor has an entry."""
+    found = {"q": most, "kv": most}
+    for node in _unguarded_reads(root):
+        for index, length in zip(node.args, node.attr.tensor.shape, strict=True):
+            if index.op == "index" and index.attr in found:
+                found[index.attr] = min(found[index.attr], length)
+    return found["q"], found["kv"]
+
+
 def _unguarded_reads(root: Expr) -> Iterator[Expr]:
     stack, seen = [root], {root}
     while stack:

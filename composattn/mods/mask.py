@@ -11,6 +11,7 @@ import torch
 
 from .. import errors
 from ..analysis import picture, pictures
+from ..analysis.short_reads import positions_of
 from ..graph.among import plain
 from ..graph.expr import const
 from ..graph.form import joined
@@ -126,13 +127,14 @@ class Mask(Mod):
 
         return describe(plain(self.expr))
 
-    def svg(self, q_len: int = SHOWN, kv_len: int | None = None, tile: tuple[int, int] = (8, 8)) -> str:
+    def svg(self, q_len: int | None = None, kv_len: int | None = None, tile: tuple[int, int] = (8, 8)) -> str:
         """The mask at b 0, h 0 as SVG text: pairs that are seen, in tiles that are skipped, tested or seen whole.
 
         Grey tiles are skipped, in blue ones each pair is tested, green ones are seen whole. Needs no matplotlib. S²
-        work: for some hundred positions. Raises: `InvalidArgument` for lengths below 1.
+        work: for some hundred positions. With no `q_len` the first 64, or as many as captured tensors have. Raises:
+        `InvalidArgument` for lengths below 1.
         """
-        kv_len = q_len if kv_len is None else kv_len
+        q_len, kv_len = _sizes(self, SHOWN, q_len, kv_len)
         picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
         pairs, kinds = self.dense(q_len, kv_len)[0, 0].cpu(), self.tiles(q_len, kv_len, tile)[0, 0].cpu()
         return pictures.of_mask(pairs, kinds, tile, self.name)
@@ -141,10 +143,14 @@ class Mask(Mod):
         """What notebooks show: the first positions."""
         return self.svg()
 
-    def grid(self, size: int = 16) -> str:
-        """The first `size` queries (rows) and keys (columns) as text: ■ where a query may attend to a key."""
-        picture.check_sizes(1, q_len=size)
-        rows = self.dense(size, size)[0, 0].tolist()
+    def grid(self, size: int | None = None) -> str:
+        """The first `size` queries (rows) and keys (columns) as text: ■ where a query may attend to a key.
+
+        With no `size` the first 16, or as many as captured tensors have.
+        """
+        q_len, kv_len = _sizes(self, 16, size, None)
+        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
+        rows = self.dense(q_len, kv_len)[0, 0].tolist()
         return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in rows)
 
     def picture(
@@ -194,6 +200,14 @@ class Mask(Mod):
     def __str__(self) -> str:
         """What `print` shows: the name, and the first pairs."""
         return f"{self.name}\n{self.grid()}"
+
+
+def _sizes(mask: Mask, most: int, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
+    """Queries and keys of a picture: those that are asked for, else what can be shown."""
+    queries, keys = positions_of(plain(mask.expr), most)
+    if q_len is None:
+        return queries, keys if kv_len is None else kv_len
+    return q_len, q_len if kv_len is None else kv_len
 
 
 def _operand(side: Any, sign: str) -> Mask:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -15,7 +16,7 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.analysis.drawing import DARK, SEEN, TESTED, WHOLE, Drawing, runs_of
+from composattn.analysis.drawing import DARK, PALE, SEEN, TESTED, WHOLE, Drawing, runs_of
 from composattn.mods import alibi, bias, causal, document, sliding_window, softcap
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "pictures.ipynb"
@@ -87,6 +88,26 @@ def test_a_mask_that_reads_a_short_table_is_drawn() -> None:
     assert "■" in document(torch.tensor([0, 0, 1, 1])).grid(4)
     with pytest.raises(errors.InvalidArgument, match="at least 1"):
         causal().svg(0)
+
+
+def test_pictures_end_where_a_captured_tensor_does() -> None:
+    table = torch.ones(5, 7).bool()
+    assert str(document(torch.tensor([0, 0, 1, 1]))).splitlines()[1:] == ["■ ■ · ·"] * 2 + ["· · ■ ■"] * 2
+    mask, size = ca.mask(lambda b, h, q, kv: table[q, kv]), 256 / 7
+    assert mask.grid().splitlines() == [" ".join("■" * 7)] * 5
+    assert area(mask.svg(), SEEN) == pytest.approx(35 * size**2, rel=1e-4)
+    with pytest.raises(errors.InvalidArgument, match="at least 1"):
+        alibi(torch.tensor([0.1])).svg(0)
+
+
+def test_what_is_not_finite_is_not_drawn() -> None:
+    far = ca.score(lambda score, b, h, q, kv: torch.where(q - kv > 9, -torch.inf, score - (q - kv)))
+    heat = far.svg(64)
+    shades = set(re.findall('<path d="[^"]*" fill="(#[0-9a-f]*)"/>', heat)) - {PALE}  # the head of an arrow
+    assert sum(area(heat, shade) for shade in shades) == (10 * 64 - 45) * 4.0**2
+    curve = ca.score(lambda score, b, h, q, kv: torch.sqrt(score)).svg()
+    (line,) = re.findall(r'<polyline points="([^"]*)"[^>]*stroke-width="2.5"', curve)
+    assert len(line.split()) == 61 and "nan" not in curve and "9.5" in curve  # from 0 to 90
 
 
 def test_an_svg_file_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
