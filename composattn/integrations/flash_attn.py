@@ -110,7 +110,8 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> 
 
     Other arguments and errors as of `flash_attn_func`. Source: flash_attn.flash_attn_qkvpacked_func, version 2.8.
     """
-    return flash_attn_func(*_packed("qkv", qkv, 3, "(B, S, 3, H, D)"), *args, **options)
+    q, k, v = _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -118,7 +119,8 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **op
 
     Other arguments and errors as of `flash_attn_func`. Source: flash_attn.flash_attn_kvpacked_func, version 2.8.
     """
-    return flash_attn_func(q, *_packed("kv", kv, 2, "(B, Skv, 2, Hkv, D)"), *args, **options)
+    k, v = _packed("kv", kv, 2, "(B, Skv, 2, Hkv, D)")
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -129,8 +131,8 @@ def flash_attn_varlen_qkvpacked_func(
     Other arguments and errors as of `flash_attn_varlen_func`. Source: flash_attn.flash_attn_varlen_qkvpacked_func,
     version 2.8.
     """
-    parts = _packed("qkv", qkv, 3, "(total, 3, H, D)")
-    return flash_attn_varlen_func(*parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+    q, k, v = _packed("qkv", qkv, 3, "(total, 3, H, D)")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -139,7 +141,8 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: An
     Other arguments and errors as of `flash_attn_varlen_func`. Source: flash_attn.flash_attn_varlen_kvpacked_func,
     version 2.8.
     """
-    return flash_attn_varlen_func(q, *_packed("kv", kv, 2, "(total_k, 2, Hkv, D)"), *args, **options)
+    k, v = _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
+    return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def _packed(name: str, tensor: torch.Tensor, count: int, shape: str) -> tuple[torch.Tensor, ...]:
