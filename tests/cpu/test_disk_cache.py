@@ -205,6 +205,14 @@ def test_an_entry_that_others_can_write_to_is_not_loaded(tmp_path: Path, mode: i
         assert disk_cache.get(tmp_path, "key", ".so") is None
 
 
+def test_what_is_compiled_again_is_found_by_the_next_process(tmp_path: Path) -> None:
+    kept = disk_cache.put(tmp_path, "key", ".so", b"machine code of others")
+    kept.parent.chmod(0o775)  # as copies of a folder leave it that share a group's umask
+    made = disk_cache.put(tmp_path, "key", ".so", b"machine code")
+    assert disk_cache.get(tmp_path, "key", ".so") == made
+    assert not kept.exists() and made.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_an_entry_is_no_link(tmp_path: Path) -> None:
     kept = disk_cache.put(tmp_path, "key", ".so", b"machine code")
     kept.rename(tmp_path / "moved.so")

@@ -174,11 +174,13 @@ def put(folder: Path, key: str, suffix: str, content: bytes) -> Path:
 def _put(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     kept = folder / key / _name(content, suffix)
     with writing(folder) as aside:
-        (aside / kept.name).write_bytes(content)
         made = aside / kept.name
+        made.write_bytes(content)
         made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_OF_OTHERS)  # whatever the umask is
+        if os.path.lexists(kept.parent) and _written_by_others(kept.parent) is not None:
+            os.replace(kept.parent, aside / "of others")  # `get` would use nothing in it, in this process or later ones
         kept.parent.mkdir(mode=0o700, exist_ok=True)
-        os.replace(aside / kept.name, kept)
+        os.replace(made, kept)
     return kept
 
 
