@@ -55,11 +55,12 @@ def _generated(architecture: Architecture) -> tuple[Backend, Backend]:
 
     def on_gpu(device: torch.device) -> str | None:
         if device.type != "cuda":
-            return f"q lies on {device}, the kernels run on a {chip} GPU"
+            return f"q lies on {device}, the kernels run on {chip} GPUs"
         picked = default_for(device)
         if picked != name and (architecture.elsewhere is None or picked not in ARCHITECTURES):
             major, minor = torch.cuda.get_device_capability(device)
-            return f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, no {chip} GPU has"
+            gpu = torch.cuda.get_device_name(device)
+            return f"{gpu} has compute capability {major}.{minor}, which {chip} GPUs don't have"
         return _without_compiler()
 
     def on_cpu(device: torch.device) -> str | None:

@@ -66,7 +66,7 @@ def test_a_call_runs_on_the_backend_that_the_environment_names() -> None:
         ({"COMPOSATTN_BACKEND": "hoper"}, "COMPOSATTN_BACKEND: no backend 'hoper'; there are"),
         ({"COMPOSATTN_DETERMINISTIC": "yes"}, "COMPOSATTN_DETERMINISTIC='yes'; it must be 0 or 1"),
         ({"COMPOSATTN_LOG": "loud"}, "COMPOSATTN_LOG='LOUD'; it must be one of DEBUG, INFO, WARNING, ERROR"),
-        ({"COMPOSATTN_BACKEND": "hopper"}, "COMPOSATTN_BACKEND: backend 'hopper' can't serve this call"),
+        ({"COMPOSATTN_BACKEND": "hopper"}, "COMPOSATTN_BACKEND: backend 'hopper' can't serve this call: q lies on cpu"),
     ],
 )
 def test_what_a_setting_can_not_be_is_refused(setting: dict[str, str], words: str) -> None:
