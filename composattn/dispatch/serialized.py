@@ -51,15 +51,18 @@ def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
         leaves += () if mod is None else mod.leaves
     scale, backend, deterministic, schedule, *out_dtype = options
     if isinstance(scale, int | float) and not isinstance(scale, bool):
-        scale = float(scale)  # numpy's floats, too, are written as Python's, and numbers that vary as what they are now
+        scaled = f"{float(scale)}"  # numpy's floats, too, as Python's, and numbers that vary as what they are now
+    else:
+        scaled = repr(scale)
     if schedule is not None:
         schedule = (
             schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa,
             schedule.batch_invariant,
         )  # fmt: skip
     kinds = "".join([_kind(leaf) for leaf in leaves])
-    # by repr(): in an f-string the Dynamo of torch 2.11 forgets `!r` under Python 3.13, and writes strings bare
-    asked = repr((scale, backend, deterministic, schedule, kinds, *_names(out_dtype)))
+    # by repr(): in an f-string the Dynamo of torch 2.11 forgets `!r` under Python 3.13, and writes strings bare; but a
+    # scale that varies has no repr() in Dynamo, and needs none
+    asked = f"({scaled}, {repr((backend, deterministic, schedule, kinds, *_names(out_dtype)))[1:]}"
     lines = [*["-" if mod is None else mod.form for mod in mods], asked]
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     return Serialized("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
