@@ -103,9 +103,9 @@ def check_name(name: str | None) -> None:
         raise errors.UnknownBackend(f"{_told(name)}no backend {name!r}; there are {', '.join(map(repr, BACKENDS))}")
 
 
-def _told(name: str | None) -> str:
+def _told(name: object) -> str:
     """Which variable of the environment says so, where one does."""
-    return "COMPOSATTN_BACKEND: " if name is not None and name == settings.BACKEND else ""
+    return "COMPOSATTN_BACKEND: " if isinstance(name, str) and name == settings.BACKEND else ""
 
 
 def choose(name: str | None, problem: Problem) -> Backend:
