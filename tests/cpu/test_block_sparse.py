@@ -275,7 +275,7 @@ def test_by_another_name_or_shifted_they_are_a_mask_that_reads_the_same_blocks()
     blocks = ca.BlockSparse(kinds, 16, partial=causal())
     whole = blocks.dense(64, 64, 1, 2)
     assert torch.equal(blocks.named("mine").dense(64, 64, 1, 2), whole)
-    assert str(blocks.named("mine")) == "mine"
+    assert str(blocks.named("mine")).splitlines()[0] == "mine"
     assert torch.equal(blocks.shifted(h=1, q=20).dense(44, 64, 1, 1), whole[:, 1:, 20:])
     q = torch.randn(1, 2, 64, 16)
     with pytest.raises(errors.BlockMaskMismatch, match="4 blocks of 16 queries"):

@@ -155,8 +155,8 @@ def test_a_module_owns_them(generator: torch.Generator) -> None:
 
 def test_other_sinks_plan_nothing_again(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, sinks = inputs(generator)
-    made, plans = plan_cache._made, []
-    monkeypatch.setattr(plan_cache, "_made", lambda *a: (plans.append(a[0]), made(*a))[1])
+    made, plans = plan_cache.made_plan, []
+    monkeypatch.setattr(plan_cache, "made_plan", lambda *a: (plans.append(a[0]), made(*a))[1])
     plan_cache._plans.clear()
     for _ in range(3):
         ca.attention(q, k, v, sinks=torch.nn.Parameter(sinks.detach().clone()))

@@ -146,7 +146,7 @@ def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(errors.MissingDependency, match="composattn\\[plot\\]"):
+    with pytest.raises(errors.MissingDependency, match="pip install 'matplotlib"):
         masks.causal().picture(tmp_path / "mask.png", 64)
 
 
