@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.planning.call_class import BANDS, BEYOND, MaskKind, ModsKind, Rounds
+from composattn.backends.fused.planning.call_class import BANDS, MaskKind, ModsKind, Rounds
 from composattn.backends.fused.planning.tables import Row, matches
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
@@ -32,8 +32,8 @@ WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 VALUES: dict[str, list[Any]] = {
     "order": ["any", "fixed"], "layout": ["dense", "packed", "mixed"], "d": list(WIDTHS), "dv": list(WIDTHS),
     "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
-    "seen": [*BANDS, BEYOND],
-    "length": [*BANDS, BEYOND], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8],
+    "seen": [*BANDS],
+    "length": [*BANDS], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8],
     "ratio": [0, 1, 4, 8, 50],
     "pairs": [True, False],
 }  # fmt: skip

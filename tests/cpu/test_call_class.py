@@ -117,7 +117,7 @@ def test_keys_count_by_what_rows_see() -> None:
     assert (classed().seen, classed().length) == (512, 512)
     causal = classed(mask=lambda b, h, q, kv: q >= kv, q_len=2048, kv_len=2048)
     assert (causal.seen, causal.length) == (1152, 2304)
-    assert classed(q_len=512, kv_len=BANDS[-1] + 1).seen == BEYOND
+    assert classed(q_len=512, kv_len=BANDS[-2] + 1).seen == BEYOND
     backward = classed(direction="backward", q_len=512, kv_len=2048)
     assert (backward.seen, backward.length) == (512, 512)
 

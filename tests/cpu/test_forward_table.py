@@ -14,7 +14,6 @@ import torch
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import (
     BANDS,
-    BEYOND,
     CallClass,
     LayoutKind,
     MaskKind,
@@ -37,7 +36,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "order": get_args(Order), "layout": get_args(LayoutKind), "sectors": (False, True), "mods": tuple(ModsKind),
     "mask": tuple(MaskKind), "packs": (False, True), "work": tuple(Rounds), "fills": (False, True),
     "square": (False, True), "thirds": (0.75, 1.0, 1.2, 1.5),
-    "length": (*BANDS, BEYOND), "seen": (*BANDS, BEYOND), "widest": WIDTHS,
+    "length": BANDS, "seen": BANDS, "widest": WIDTHS,
 }  # fmt: skip
 
 

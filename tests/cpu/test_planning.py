@@ -49,7 +49,7 @@ def ids(length: int) -> torch.Tensor:
 # widths
 COSTS: dict[str, tuple[Callable[[], Mask], int, int]] = {
     "window": (lambda: causal() & sliding_window(1024), 1 << 20, 52),
-    "neighbourhood": (lambda: neighborhood((128, 128), (7, 7)), 1 << 14, 412),
+    "neighbourhood": (lambda: neighborhood((128, 128), (7, 7)), 1 << 14, 389),
     "documents": (lambda: document(ids(8192)) & causal(), 8192, 231),
     "documents-numbered-backwards": (lambda: document(ids(8192).flip(0)) & causal(), 8192, 224),
     "documents-with-gaps": (lambda: document(ids(8192).roll(5)) & causal(), 8192, 340),

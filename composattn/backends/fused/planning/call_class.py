@@ -180,7 +180,7 @@ def _of_forward(problem: Problem, program: Program, target: Target, rows: int, h
         seen=band(keys(problem) if few else keys_of_a_query(problem, program)),
         length=band(keys(problem)),
         fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
-        thirds=1.5 * query_tiles(problem, heads, 192) / query_tiles(problem, heads, 128),
+        thirds=1.5 * query_tiles(problem, heads, 192) / max(1, query_tiles(problem, heads, 128)),
     )
 
 

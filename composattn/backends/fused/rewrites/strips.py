@@ -40,9 +40,9 @@ class Counted(NamedTuple):
     microseconds: float
 
     @staticmethod
-    def in_strips(posed: Posed, strips: Strips) -> Counted:
-        """A `posed` that is whole, in these, or in the same whose keys begin some rows above the image."""
-        problem, tile, is_cut = posed.problem, _tile(_cut(posed, strips)), bool(posed.problem.q_len % strips.columns)
+    def in_strips(posed: Posed, strips: Strips, tile: Tile) -> Counted:
+        """A `posed` that is whole, in these, whose `tile` it is, or in strips whose keys begin some rows above."""
+        problem, is_cut = posed.problem, bool(posed.problem.q_len % strips.columns)
         rows = -(-problem.q_len // strips.columns), -(-problem.kv_len // strips.columns)
         assert posed.program.mask is not None
         seen = rows_seen(posed.program.mask, strips.columns, rows, problem.q_heads)
@@ -58,7 +58,7 @@ class Counted(NamedTuple):
 
     @staticmethod
     def whole(posed: Posed, several_axes: bool) -> Counted:
-        tile = _tile(posed)
+        tile = _tiles(posed)[0]
         visits = _visited(posed.problem, posed.program, several_axes, tile[:2])
         return Counted(posed, visits, microseconds(posed, visits, tile))
 
@@ -76,15 +76,9 @@ def by_strips(posed: Posed) -> Found:
     served = [strips for strips, why in refused.items() if not why]
     if not served:
         return Nothing(next(iter(refused.values()), ""))
-    tiled = [strips for strips in served if not _without_a_tiling(_cut(posed, strips))]
-    if not tiled:
-        return Nothing(_without_a_tiling(_cut(posed, served[0])))
-    # tiles are chosen by lengths, and these are others where keys begin above the image, and rows lie as tiles do
-    counted = [Counted.in_strips(posed, strips) for strips in tiled]
-    kept = [each for each in counted if not _without_a_tiling(each.posed)]
-    if not kept:
-        return Nothing(_without_a_tiling(counted[0].posed))
-    cut = min(kept, key=lambda each: each.microseconds)
+    cut = _least(posed, served)
+    if isinstance(cut, str):
+        return Nothing(cut)
     whole = Counted.whole(posed, served[0].several_axes)
     if cut.microseconds > whole.microseconds:
         why = f"strips would take {cut.microseconds:.0f} us by the model in place of {whole.microseconds:.0f}"
@@ -92,6 +86,20 @@ def by_strips(posed: Posed) -> Found:
     strips = cut.posed.problem.layout.strips
     assert strips is not None
     return Rewritten(cut.posed, f"{strips.words}; {cut.visits:.3g} times 128 keys visited, not {whole.visits:.3g}")
+
+
+def _least(posed: Posed, served: list[Strips]) -> Counted | str:
+    """The call in those of these strips that take least time and have tiles; why none has where that is so."""
+    tiles = {strips: _tiles_in_strips(_cut(posed, strips)) for strips in served}
+    counted = [Counted.in_strips(posed, strips, own[0]) for strips, own in tiles.items() if not isinstance(own, str)]
+    why = next((own for own in tiles.values() if isinstance(own, str)), "")
+    for each in sorted(counted, key=lambda each: each.microseconds):
+        # tiles are chosen by lengths, and these are others where keys begin above the image, and rows lie as tiles do
+        own = _tiles_in_strips(each.posed)
+        if not isinstance(own, str):
+            return each
+        why = own
+    return why
 
 
 def _not_served(posed: Posed, strips: Strips) -> str:
@@ -165,8 +173,10 @@ def _cut(posed: Posed, strips: Strips) -> Posed:
     return dataclasses.replace(posed, problem=of_each, program=found)
 
 
-def _without_a_tiling(posed: Posed) -> str:
-    """Why no tiles have whole rows of a strip, or none begins with a cut last one; empty where some do."""
+def _tiles_in_strips(posed: Posed) -> list[Tile] | str:
+    """The tiles of a call in strips, as `_tiles`; why none have whole rows of a strip, or none begins with a cut last
+    one, where that is so.
+    """
     problem, program, target = posed.problem, posed.program, posed.target
     architecture, strips = architecture_of(target), problem.layout.strips
     assert strips is not None
@@ -174,23 +184,25 @@ def _without_a_tiling(posed: Posed) -> str:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
         tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
-        whole = all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings)
-        return _without_last_row(posed, strips) if whole else "tiles of the backward have no whole rows of a strip"
-    tiling = of_whole_rows(architecture.forward_tiling(problem, program, target), strips)
+        if not all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings):
+            return "tiles of the backward have no whole rows of a strip"
+        return _with_last_row([Tile(t.tile_m, t.tile_n) for t in tilings], strips)
+    forward = architecture.forward_tiling(problem, program, target)
+    tiling = of_whole_rows(forward, strips)
     if tiling.queries % strips.apart or not tiling.tile_n:
         return "tiles of the forward have no whole rows of a strip"
-    if tiling.packed_heads == 1 and splits(problem, tiling, target) == 1:
-        return _without_last_row(posed, strips)
-    return "tiles of a strip would have several heads, or parts of the keys"
+    if tiling.packed_heads != 1 or splits(problem, tiling, target) != 1:
+        return "tiles of a strip would have several heads, or parts of the keys"
+    return _with_last_row([Tile(forward.queries, tiling.tile_n, forward.blocks)], strips)
 
 
-def _without_last_row(posed: Posed, strips: Strips) -> str:
-    """Why a last row that is cut begins no tile; empty where it does, or is whole."""
+def _with_last_row(tiles: list[Tile], strips: Strips) -> list[Tile] | str:
+    """These, or why a last row that is cut begins none."""
     cut = strips.cut
     begins = cut is None or all(
-        cut.q_row * strips.apart % tile.queries == cut.kv_row * strips.wide % tile.keys == 0 for tile in _tiles(posed)
+        cut.q_row * strips.apart % tile.queries == cut.kv_row * strips.wide % tile.keys == 0 for tile in tiles
     )
-    return "" if begins else "tiles of strips with a last row that is cut do not begin with it"
+    return tiles if begins else "tiles of strips with a last row that is cut do not begin with it"
 
 
 def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
@@ -198,13 +210,8 @@ def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
     return dataclasses.replace(tiling, tile_n=tiling.tile_n // strips.wide * strips.wide)
 
 
-def _tile(posed: Posed) -> Tile:
-    """The call's tiles, as far as a fixed order of gradients does not change them."""
-    return _tiles(posed)[0]
-
-
 def _tiles(posed: Posed) -> list[Tile]:
-    """The call's tiles; of gradients also those in a fixed order."""
+    """The call's tiles; of gradients also those in a fixed order, behind the others."""
     problem, program, target = posed.problem, posed.program, posed.target
     if posed.direction == "backward":
         architecture = architecture_of(target)
