@@ -63,7 +63,7 @@ def check(form: Any, given: Any, sizes: dict[str, int]) -> None:
 
 
 CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
-    "self.launch": (ForwardLauncher.fill, ForwardArguments),
+    "launch": (ForwardLauncher.fill, ForwardArguments),
     "preprocess": (launches, PreprocessArguments),
     "main": (launches, MainArguments),
     "postprocess": (launches, PostprocessArguments),
