@@ -15,13 +15,15 @@ LINES = 4  # lanes that have a row
 
 
 @cute.jit
-def store_lines(row, values, lane: Int32, lines: Any, inside: Boolean, first: Any = 0, apart: cutlass.Constexpr = 1):
-    """Stores a thread's pairs of a row's columns, of which the four lanes of a row get every fourth line.
+def store_lines(
+    rows, row: Int32, values, lane: Int32, lines: Any, inside: Boolean, first: Any = 0, apart: cutlass.Constexpr = 1
+):
+    """Stores a thread's pairs of the columns of a row, of which its four lanes get every fourth line.
 
     They are the `first` 16 columns of the row, from 0, and those every `apart` x 16 behind them. `lines`: how many the
     row has.
     """
-    words = cute.recast_tensor(narrowed(values, row.element_type), Int32)
+    words = cute.recast_tensor(narrowed(values, rows.element_type), Int32)
     count = cute.size(words)
     for i in cutlass.range_constexpr(-(-count // LINES)):
         four = [words[n] if n < count else Int32(0) for n in range(LINES * i, LINES * (i + 1))]
@@ -32,7 +34,7 @@ def store_lines(row, values, lane: Int32, lines: Any, inside: Boolean, first: An
         there = inside & (number < lines)
         if cutlass.const_expr(LINES * (i + 1) > count):
             there = there & (lane % LINES < count - LINES * i)
-        _store_if(there, cute.recast_tensor(line, row.element_type), cute.local_tile(row, (8,), (number,)))
+        _store_if(there, cute.recast_tensor(line, rows.element_type), cute.local_tile(rows[row, None], (8,), (number,)))
 
 
 def _line(i: int, lane: Any, first: Any, apart: int) -> Any:

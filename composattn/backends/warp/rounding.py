@@ -36,7 +36,7 @@ class PartRows(Fixed):
         for r in range(2 * self.warp.blocks):
             row = sequence.from_start(first + (self.first_row + self.lane // 4 + 8 * r))
             there = sequence.has(row)
-            store_lines(head[row, None], rows[r, None], self.lane, columns // 8, there, self.column, self.across)
+            store_lines(head, row, rows[r, None], self.lane, columns // 8, there, self.column, self.across)
 
 
 def this_warp() -> Int32:

@@ -182,7 +182,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
             q, h, inside = self.row_place(r)
             row = self.work.queries.head(part, h)
             if self.tiling.output_direct and not self.me.plan.is_split:  # all columns, of 16 bits
-                store_lines(row[q, None], self.output[r, None], self.me.lane, blocks, inside)
+                store_lines(row, q, self.output[r, None], self.me.lane, blocks, inside)
             else:
                 _store_row(row, q, self.output[r, None], first // 2 + self.me.lane % 4, blocks, inside)
 
