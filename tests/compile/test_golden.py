@@ -9,6 +9,7 @@ Who changes a kernel on purpose records it again, in the commit that does so, an
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 from composattn.backends.fused.planning.plan import ForwardPlan
 from composattn.backends.fused.planning.plan_backward import BackwardPlan
+from composattn.backends.fused.running.emulated import text_of
 from tests.compile.golden import (
     Kernel,
     Record,
@@ -77,6 +79,13 @@ def test_a_seal_holds_for_one_traced_form_and_one_record() -> None:
     assert seal(form, was) == seal(traced(name), was) and "gpu.module" in form
     assert seal(form, dataclasses.replace(was, sha256="b")) != seal(form, was) != seal(form + " ", was)
     assert not is_traced_as_recorded(name, dataclasses.replace(RECORD, seals={}))
+
+
+@pytest.mark.parametrize("name", ["combine-d128", "preprocess-d64"])
+def test_names_of_kernels_have_the_word_that_their_machine_code_depends_on(name: str) -> None:
+    """With no "cutlass" in it the loop of Blackwell's products has 226 instructions for 151, of the same PTX."""
+    entry = re.search(r"\.entry\s+([\w$]+)", text_of(PLANS[name]()))
+    assert entry is not None and re.fullmatch(r"composattn_\w+_cutlass_\d+", entry[1])
 
 
 def test_a_difference_says_what_changed() -> None:
