@@ -230,7 +230,7 @@ def with_mods(case: Modded, rounds: int) -> dict[str, Any]:
         out, want = ours(), of_flex()
         assert isinstance(out, torch.Tensor) and isinstance(want, torch.Tensor)
         off = float((out - want).float().norm() / want.float().norm())
-        calls = {"ours": ours, "FlexAttention": of_flex}
+        calls: dict[str, Call] = {"ours": ours, "FlexAttention": of_flex}
         timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=20.0)
     ratio = timings["FlexAttention"].ms / timings["ours"].ms
     row = {"call": case.text, "name": "ours", "ms": timings["ours"].ms, "of flex": round(ratio, 3), "flex": said}

@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
-from composattn.primitives.kv_source import partition
+from composattn.primitives.cut_rows import partition
 from composattn.primitives.seqlen import DenseRows, PackedRows, PagedRows, most_rows
 from composattn.primitives.swizzled_tiles import tile_layout
 
