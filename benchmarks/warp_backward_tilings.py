@@ -4,31 +4,26 @@
     python -m benchmarks.warp_backward_tilings --chosen --lengths 512,2048,8192     what calls get, and grouped heads
     python -m benchmarks.warp_backward_tilings --dry    compiles them all, with no GPU: registers, spills, shared memory
 
-Calls, and FlashAttention-2, are those of `warp_tilings`. A time is that of all kernels of a backward.
+Calls are those of `warp_tilings`; FlashAttention-2 is the one in torch. A time is that of all kernels of a backward.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernel_cases import Launched, by_call, compile_first, right_ones, save
-from benchmarks.timing import Call, Stopwatch, interleaved
-from benchmarks.warp_tilings import CHOSEN, FLASH, HEADS, TOKENS
-from composattn.analysis.program import Program
+from benchmarks.kernel_cases import Launched, right_ones, save
+from benchmarks.timing import Call
+from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.warp import ARCHITECTURE
 from composattn.backends.warp.backward_table import BackwardShape, fits, shaped
-from composattn.call.problem import Problem
-from composattn.mods import causal
 
 Gradients = tuple[torch.Tensor, ...]
 WRONG_FROM = 2e-2
@@ -58,44 +53,11 @@ WIDE = (
 CANDIDATES = {64: NARROW, 96: MIDDLE, 128: MIDDLE, 192: WIDE, 256: WIDE}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of `TOKENS` tokens, and one of the tilings of its D; None: the one that calls get."""
+class Case(WarpCase[BackwardShape]):
+    """A backward."""
 
-    dim: int
-    length: int
-    masked: bool
-    shape: BackwardShape | None
-    group: int = 1
-
-    @property
-    def name(self) -> str:
-        return CHOSEN if self.shape is None else str(self.shape)
-
-    @property
-    def text(self) -> str:
-        of_heads = f" {self.group} heads a group" if self.group > 1 else ""
-        return f"backward D{self.dim} S{self.length} {'causal' if self.masked else 'full'}{of_heads}"
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Sequences, query heads, key/value heads."""
-        heads = HEADS[self.dim]
-        return max(1, TOKENS // self.length), heads, heads // self.group
-
-    @property
-    def flops(self) -> float:
-        batch, heads, _ = self.sizes
-        return 10 * batch * heads * self.length**2 * (0.5 if self.masked else 1.0) * self.dim
-
-    @property
-    def problem(self) -> Problem:
-        sizes = (*self.sizes, self.length, self.length, self.dim, self.dim)
-        return Problem(*sizes, torch.bfloat16, torch.device("cuda"))
-
-    @property
-    def program(self) -> Program:
-        return Program(None, causal().expr if self.masked else None)
+    direction = "backward "
+    products = 5
 
     def plans(self, target: Target) -> BackwardPlans:
         tiling = None if self.shape is None else shaped(self.shape, self.problem, self.program)
@@ -172,46 +134,13 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     calls, errors = right_ones(group, lambda case: drawn.launched(case, wanted), WRONG_FROM)
     of_flash: Call = drawn.flash
     calls, errors = {FLASH: of_flash, **calls}, {FLASH: 0.0, **errors}
-    timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=30.0)
-    for name, timing in sorted(timings.items(), key=lambda item: item[1].ms):
-        ratio, first = timings[FLASH].ms / timing.ms, group[0]
-        row = {"call": first.text, "name": name, "tflops": round(first.flops / timing.ms / 1e9, 1), "ms": timing.ms}
-        row |= {"spread": round(timing.spread, 4), "from flash": errors[name], "of flash": round(ratio, 3)}
-        print(
-            f"{row['call']}: {row['tflops']:4.0f} TFLOP/s, {ratio:.3f} of {FLASH}'s (spread {timing.spread:.1%}, "
-            f"{errors[name]:.1e} from it): {name}",
-            flush=True,
-        )
-        yield row
-
-
-def cases(given: argparse.Namespace) -> list[Case]:
-    dims, lengths = ([int(n) for n in text.split(",")] for text in (given.dims, given.lengths))
-    calls = [(d, n, mask == "causal") for d in dims for n in lengths for mask in given.masks.split(",")]
-    if given.chosen:
-        return [Case(*call, None, group) for call in calls for group in (1, 4)]
-    every = [Case(*call, shape) for call in calls for shape in CANDIDATES[call[0]]]
-    return [case for case in every if case.is_one]
+    yield from beside_flash(group[0], calls, errors, rounds, "from flash")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dims", default="64,96,128,192,256")
-    parser.add_argument("--lengths", default="2048,8192")
-    parser.add_argument("--masks", default="full,causal")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--chosen", action="store_true")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    every = cases(given)
-    once = list({(c.dim, c.masked, c.group, c.shape): c for c in every}.values())
-    compile_first(compiled if given.dry else kept, once, given.workers)
-    for group in [] if given.dry else by_call(every):
-        rows += measured(group, given.rounds)
-    save(rows, given.out)
+    given = options_of(__doc__, "2048,8192").parse_args()
+    every = [case for case in cases_of(Case, CANDIDATES, given) if case.is_one]
+    save(rows_of(every, compiled, kept, measured, given), given.out)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,18 @@ built for it: both use the same instructions.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import composattn as ca
-from benchmarks.kernel_cases import Launched, by_call, compile_first, error_of_rows, right_ones, save
+from benchmarks.kernel_cases import Launched, compile_first, error_of_rows, right_ones, save
 from benchmarks.timing import Call, Stopwatch, interleaved
-from composattn.analysis.program import Program
+from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.launch import ForwardLauncher
@@ -32,14 +30,9 @@ from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
 from composattn.backends.warp.forward_table import Shape, shaped
-from composattn.call.problem import Problem
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 
-TOKENS = 16384
-HEADS = {64: 32, 96: 16, 128: 16, 192: 8, 256: 8}
 ROWS_CHECKED = 256
-FLASH = "FlashAttention-2"
-CHOSEN = "chosen"
 NARROW = (
     Shape(128, 64, 32, blocks=2), Shape(128, 32, 32, blocks=2), Shape(128, 64, 16), Shape(128, 64, 16, stages=2),
     Shape(128, 64, 16, resident=True), Shape(64, 64, 16, blocks=2), Shape(64, 64, 16, blocks=3),
@@ -54,46 +47,13 @@ CANDIDATES: dict[int, tuple[Shape, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of `TOKENS` tokens and `kv_heads`, and one of the tilings of its D; None: the one that calls get."""
-
-    dim: int
-    length: int
-    masked: bool
-    shape: Shape | None
-    group: int = 1
-
-    @property
-    def name(self) -> str:
-        return CHOSEN if self.shape is None else str(self.shape)
-
-    @property
-    def text(self) -> str:
-        of_heads = f" {self.group} heads a group" if self.group > 1 else ""
-        return f"D{self.dim} S{self.length} {'causal' if self.masked else 'full'}{of_heads}"
-
-    @property
-    def heads(self) -> int:
-        return HEADS[self.dim]
-
-    @property
-    def batch(self) -> int:
-        return max(1, TOKENS // self.length)
-
-    @property
-    def flops(self) -> float:
-        pairs = self.batch * self.heads * self.length**2 * (0.5 if self.masked else 1.0)
-        return 4 * pairs * self.dim
+class Case(WarpCase[Shape]):
+    """A forward."""
 
     def plan(self, target: Target) -> ForwardPlan:
-        heads = self.heads, self.heads // self.group
-        sizes = (self.batch, *heads, self.length, self.length, self.dim, self.dim)
-        problem = Problem(*sizes, torch.bfloat16, torch.device("cuda"))
-        program = Program(None, causal().expr if self.masked else None)
         wide = padded(self.dim)
-        tiling = None if self.shape is None else shaped(self.shape, wide, wide, 1, problem)
-        return plan_forward(problem, program, target, return_lse=False, tiling=tiling)
+        tiling = None if self.shape is None else shaped(self.shape, wide, wide, 1, self.problem)
+        return plan_forward(self.problem, self.program, target, return_lse=False, tiling=tiling)
 
 
 def compiled(case: Case) -> str:
@@ -110,8 +70,9 @@ def kept(case: Case) -> str:
 
 def drawn(case: Case) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
-    heads = case.heads, case.heads // case.group, case.heads // case.group
-    return tuple(torch.randn(case.batch, h, case.length, case.dim, device="cuda", dtype=torch.bfloat16) for h in heads)
+    batch, heads, kv_heads = case.sizes
+    of_each = heads, kv_heads, kv_heads
+    return tuple(torch.randn(batch, h, case.length, case.dim, device="cuda", dtype=torch.bfloat16) for h in of_each)
 
 
 def error(case: Case, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
@@ -146,14 +107,7 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     its_error = error(first, of_flash(), q, k, v)  # type: ignore[arg-type]
     calls, errors = right_ones(group, lambda case: launch(case, q, k, v), 1.2 * its_error)
     calls, errors = {FLASH: of_flash, **calls}, {FLASH: its_error, **errors}
-    timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=30.0)
-    for name, timing in sorted(timings.items(), key=lambda item: item[1].ms):
-        ratio = timings[FLASH].ms / timing.ms
-        row = {"call": first.text, "name": name, "tflops": round(first.flops / timing.ms / 1e9, 1), "ms": timing.ms}
-        row |= {"spread": round(timing.spread, 4), "error": errors[name], "of flash": round(ratio, 3)}
-        steady = f"spread {timing.spread:.1%}, error {errors[name]:.1e}"
-        print(f"{row['call']}: {row['tflops']:4.0f} TFLOP/s, {ratio:.3f} of {FLASH}'s ({steady}): {name}", flush=True)
-        yield row
+    yield from beside_flash(first, calls, errors, rounds, "error")
 
 
 MODS = "causal ALiBi", "causal soft cap", "window 1024", "causal documents", "causal relative bias"
@@ -240,25 +194,9 @@ def with_mods(case: Modded, rounds: int) -> dict[str, Any]:
     return row
 
 
-def cases(given: argparse.Namespace) -> list[Case]:
-    dims, lengths = ([int(n) for n in text.split(",")] for text in (given.dims, given.lengths))
-    calls = [(d, n, mask == "causal") for d in dims for n in lengths for mask in given.masks.split(",")]
-    if given.chosen:
-        return [Case(*call, None, group) for call in calls for group in (1, 4)]
-    return [Case(*call, shape) for call in calls for shape in CANDIDATES[call[0]]]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dims", default="64,96,128,192,256")
-    parser.add_argument("--lengths", default="2048,16384")
-    parser.add_argument("--masks", default="full,causal")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--chosen", action="store_true")
+    parser = options_of(__doc__, "2048,16384")
     parser.add_argument("--mods", action="store_true", help="calls with mods alone")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if given.mods:
@@ -268,11 +206,7 @@ def main() -> None:
             rows.append(with_mods(case, given.rounds))
             save(rows, given.out)
     else:
-        every = cases(given)
-        once = list({(c.dim, c.masked, c.group, c.shape): c for c in every}.values())
-        compile_first(compiled if given.dry else kept, once, given.workers)
-        for group in [] if given.dry else by_call(every):
-            rows += measured(group, given.rounds)
+        rows = rows_of(cases_of(Case, CANDIDATES, given), compiled, kept, measured, given)
     save(rows, given.out)
 
 
