@@ -139,7 +139,8 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def title(self) -> str:
-        return f"{self.step}, D {self.head_dim}"
+        wide = f"{self.step}, D {self.head_dim}"
+        return wide if self.mods is None else f"{wide}, {self.mods.title}"
 
     def _form(self) -> list[str]:
         wide = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}_dv{self.head_dim_v}"
@@ -184,10 +185,6 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     batch_invariant: bool = False
     splits: int = dataclasses.field(default=1, compare=False, metadata={"why": "a size of the outputs of a call"})
     many_heads: bool = dataclasses.field(default=False, compare=False, metadata={"why": "`combine` has other blocks"})
-
-    @property
-    def title(self) -> str:
-        return f"{super().title}, {self.program.title}"
 
     @property
     def mods(self) -> Program:

@@ -55,10 +55,6 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     in_pieces: bool  # several blocks share some tiles of keys
 
     @property
-    def title(self) -> str:
-        return f"{super().title}, {self.program.title}"
-
-    @property
     def mods(self) -> Program:
         return self.program
 

@@ -20,7 +20,7 @@ from ....call.problem import Problem, StripLayout
 from ....graph.expr import Dep, Expr
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
-from ..tiles.tiling import ForwardTiling
+from ..tiles.tiling import BackwardTiling, ForwardTiling
 from ..tiles.work import visits_now
 from .image_costs import Tile, microseconds
 from .posed import Found, Nothing, Posed, Rewritten
@@ -177,23 +177,21 @@ def _tiles_in_strips(posed: Posed) -> list[Tile] | str:
     """The tiles of a call in strips, as `_tiles`; why none have whole rows of a strip, or none begins with a cut last
     one, where that is so.
     """
-    problem, program, target = posed.problem, posed.program, posed.target
-    architecture, strips = architecture_of(target), problem.layout.strips
+    architecture, strips = architecture_of(posed.target), posed.problem.layout.strips
     assert strips is not None
     if not architecture.copies_boxes:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
-        tilings = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
+        tilings = _backward_tilings(posed)
         if not all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings):
             return "tiles of the backward have no whole rows of a strip"
-        return _with_last_row([Tile(t.tile_m, t.tile_n) for t in tilings], strips)
-    forward = architecture.forward_tiling(problem, program, target)
-    tiling = of_whole_rows(forward, strips)
+        return _with_last_row([_backward_tile(t) for t in tilings], strips)
+    tiling = _forward_tiling(posed)
     if tiling.queries % strips.apart or not tiling.tile_n:
         return "tiles of the forward have no whole rows of a strip"
-    if tiling.packed_heads != 1 or splits(problem, tiling, target) != 1:
+    if tiling.packed_heads != 1 or splits(posed.problem, tiling, posed.target) != 1:
         return "tiles of a strip would have several heads, or parts of the keys"
-    return _with_last_row([Tile(forward.queries, tiling.tile_n, forward.blocks)], strips)
+    return _with_last_row([_forward_tile(tiling)], strips)
 
 
 def _with_last_row(tiles: list[Tile], strips: Strips) -> list[Tile] | str:
@@ -212,15 +210,30 @@ def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
 
 def _tiles(posed: Posed) -> list[Tile]:
     """The call's tiles; of gradients also those in a fixed order, behind the others."""
-    problem, program, target = posed.problem, posed.program, posed.target
     if posed.direction == "backward":
-        architecture = architecture_of(target)
-        backward = [architecture.backward_tiling(problem, program, target, in_order) for in_order in (False, True)]
-        return [Tile(tiling.tile_m, tiling.tile_n) for tiling in backward]
-    forward = architecture_of(target).forward_tiling(problem, program, target)
-    strips = problem.layout.strips
-    keys = forward if strips is None else of_whole_rows(forward, strips)
-    return [Tile(forward.queries, keys.tile_n, forward.blocks)]
+        return [_backward_tile(tiling) for tiling in _backward_tilings(posed)]
+    return [_forward_tile(_forward_tiling(posed))]
+
+
+def _backward_tilings(posed: Posed) -> list[BackwardTiling]:
+    """What a backward is cut into, with sums in any order and in a fixed one."""
+    choose = architecture_of(posed.target).backward_tiling
+    return [choose(posed.problem, posed.program, posed.target, in_order) for in_order in (False, True)]
+
+
+def _forward_tiling(posed: Posed) -> ForwardTiling:
+    """What a forward is cut into; tiles of keys are whole rows where it is in strips."""
+    tiling = architecture_of(posed.target).forward_tiling(posed.problem, posed.program, posed.target)
+    strips = posed.problem.layout.strips
+    return tiling if strips is None else of_whole_rows(tiling, strips)
+
+
+def _backward_tile(tiling: BackwardTiling) -> Tile:
+    return Tile(tiling.tile_m, tiling.tile_n)
+
+
+def _forward_tile(tiling: ForwardTiling) -> Tile:
+    return Tile(tiling.queries, tiling.tile_n, tiling.blocks)
 
 
 def _visited(problem: Problem, program: Program, several_axes: bool, tile: tuple[int, int]) -> float:
