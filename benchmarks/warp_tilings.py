@@ -12,16 +12,15 @@ built for it: both use the same instructions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import composattn as ca
-from benchmarks.kernel_cases import Launched, compile_first, error_of_rows, right_ones, save
-from benchmarks.timing import Call, Stopwatch, interleaved
+from benchmarks import warp_mods
+from benchmarks.kernel_cases import Launched, error_of_rows, right_ones, save
+from benchmarks.timing import Call
 from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
@@ -30,7 +29,6 @@ from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
 from composattn.backends.warp.forward_table import Shape, shaped
-from composattn.mods import alibi, causal, document, sliding_window, softcap
 
 ROWS_CHECKED = 256
 NARROW = (
@@ -110,104 +108,12 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
     yield from beside_flash(first, calls, errors, rounds, "error")
 
 
-MODS = "causal ALiBi", "causal soft cap", "window 1024", "causal documents", "causal relative bias"
-
-
-def mods() -> dict[str, dict[str, Any]]:
-    """Masks and score mods of calls with 16 heads of 8k."""
-    with torch.device("cuda"):
-        distances = torch.randn(16, 2 * 8192) / 8
-        slopes = torch.linspace(0.01, 0.5, 16)
-        ids = torch.arange(8192) // 1024
-
-    def relative(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + distances[h, q - kv + 8192]
-
-    given: tuple[dict[str, Any], ...] = (
-        {"mask_mod": causal(), "score_mod": alibi(slopes)},
-        {"mask_mod": causal(), "score_mod": softcap(30.0)},
-        {"mask_mod": causal() & sliding_window(1024)},
-        {"mask_mod": causal() & document(ids)},
-        {"mask_mod": causal(), "score_mod": relative},
-    )
-    return dict(zip(MODS, given, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Modded:
-    """A call of `ca.attention` with one of `mods`: B 2, H 16, S 8k."""
-
-    dim: int
-    name: str
-
-    @property
-    def text(self) -> str:
-        return f"D{self.dim} S8192 {self.name}"
-
-    @property
-    def qkv(self) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        return [torch.randn(2, 16, 8192, self.dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-
-
-def kept_with_mods(case: Modded) -> str:
-    """Compiles a call's kernels into the cache on disk."""
-    ca.attention(*case.qkv, backend="warp", **mods()[case.name])
-    return ""
-
-
-def flex(qkv: list[torch.Tensor], given: dict[str, Any]) -> tuple[Call, str]:
-    """Compiled FlexAttention, and what had to be said for it to fit in shared memory."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    blocks = create_block_mask(given["mask_mod"], None, None, 8192, 8192, device="cuda", _compile=True)
-    for options in ({}, {"num_stages": 1}):
-        torch._dynamo.reset()
-        of = functools.partial(
-            torch.compile(flex_attention), *qkv, score_mod=given.get("score_mod"), block_mask=blocks,
-            kernel_options=options,
-        )  # fmt: skip
-        try:
-            of()
-            return of, str(options or "")
-        except Exception as failed:  # of the compiler: out of shared memory
-            said = str(failed)
-    raise RuntimeError(said)
-
-
-def with_mods(case: Modded, rounds: int) -> dict[str, Any]:
-    """One call in turns with compiled FlexAttention."""
-    with torch.no_grad():
-        qkv, given = case.qkv, mods()[case.name]
-        ours = functools.partial(ca.attention, *qkv, backend="warp", **given)
-        of_flex, said = flex(qkv, given)
-        out, want = ours(), of_flex()
-        assert isinstance(out, torch.Tensor) and isinstance(want, torch.Tensor)
-        off = float((out - want).float().norm() / want.float().norm())
-        calls: dict[str, Call] = {"ours": ours, "FlexAttention": of_flex}
-        timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=6.0, limit_s=20.0)
-    ratio = timings["FlexAttention"].ms / timings["ours"].ms
-    row = {"call": case.text, "name": "ours", "ms": timings["ours"].ms, "of flex": round(ratio, 3), "flex": said}
-    print(
-        f"{row['call']}: {row['ms']:.3f} ms, {ratio:.2f} of FlexAttention's speed, {off:.1e} from it {said}", flush=True
-    )
-    return row
-
-
 def main() -> None:
-    parser = options_of(__doc__, "2048,16384")
-    parser.add_argument("--mods", action="store_true", help="calls with mods alone")
-    given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    given = options_of(__doc__, "2048,16384").parse_args()
     if given.mods:
-        modded = [Modded(int(dim), name) for dim in given.dims.split(",") for name in MODS]
-        compile_first(kept_with_mods, modded, given.workers)
-        for case in modded:
-            rows.append(with_mods(case, given.rounds))
-            save(rows, given.out)
+        warp_mods.run(given, backward=False)
     else:
-        rows = rows_of(cases_of(Case, CANDIDATES, given), compiled, kept, measured, given)
-    save(rows, given.out)
+        save(rows_of(cases_of(Case, CANDIDATES, given), compiled, kept, measured, given), given.out)
 
 
 if __name__ == "__main__":
