@@ -51,11 +51,8 @@ class OperatorPlan:
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> Borrowed:
         """The tensors for a call that uses it."""
-        moved = False
         for capture, tensor in zip(self.captures, tensors, strict=True):
-            moved |= capture.follow(tensor)
-        if moved and self.planned.hangs_on_contents:
-            self.planned.forget_checks()
+            capture.follow(tensor)
         return Borrowed(self.captures, tensors)
 
 

@@ -105,11 +105,13 @@ class Planned(Plans):
         return None
 
     def _met(self, inputs: Inputs, borrowed: Borrowed | None) -> tuple[PreparedCall, FastPath | None]:
-        """The call of inputs of this form, and its fast path, from now on among the latest."""
+        """The call of inputs of this form, and its fast path, from now on among the latest where forms tell all."""
         with _NOTHING if borrowed is None else borrowed:
             self._refuse_gradient(inputs)
             call = self.prepared(inputs)
             q, k, v, _, _ = inputs
+            if self.hangs_on_contents:  # to be looked at in each call
+                return call, None
             met = of_these_forms(q, k, v), inputs.lie, call, call.fast_path(inputs)
             self._latest = (met, *self._latest[: _LATEST - 1])
         return met[-2:]

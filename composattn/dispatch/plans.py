@@ -7,17 +7,20 @@ but the last step is remembered by the form of the inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 
 from .. import backends, errors, settings
+from ..analysis.derived import stamps
 from ..analysis.program import Program
+from ..analysis.refreshed import belongs_to_graph
 from ..call.inputs import Inputs
 from ..call.prepared import PreparedCall
 from ..call.problem import Problem, refuse_foreign, softmax_scale
 from ..call.schedule import AUTO, Schedule
+from ..graph.expr import inputs as inputs_of
 from .captured import check_captures
 
 _FORMS_LIMIT = 4096  # forms of inputs that one plan remembers, before it starts anew
@@ -60,7 +63,8 @@ class Plans:
         self.program, self.options = program, options
         self._prepared: dict[Any, PreparedCall] = {}  # by the form of the inputs
         self._planned: dict[Any, PreparedCall] = {}  # by what plans are made of: fewer
-        self.hangs_on_contents = False  # whether a check of what the mods read looked at what it holds
+        self.hangs_on_contents = False  # whether a check of what the mods read looked at what the mask holds
+        self._looked_at: tuple[Hashable, ...] = ()  # what that was
 
     def prepared(self, inputs: Inputs) -> PreparedCall:
         """The prepared call for inputs of this form, remembered."""
@@ -69,6 +73,8 @@ class Plans:
         except (AttributeError, TypeError, RuntimeError):
             Problem.of(*inputs, out_dtype=self.options.out_dtype)  # not tensors, or not strided ones: says which
             raise
+        if self.hangs_on_contents:
+            self._look_again()
         call = self._prepared.get(form)
         if call is None:
             if len(self._prepared) >= _FORMS_LIMIT:
@@ -84,7 +90,9 @@ class Plans:
                 "q lies on meta, which holds no numbers to compute with; for shapes alone call under "
                 "torch._subclasses.fake_tensor.FakeTensorMode()"
             )
-        self.hangs_on_contents |= check_captures(self.program, problem)
+        if check_captures(self.program, problem) and not self.hangs_on_contents:
+            self._looked_at = self._held_by_mask()
+            self.hangs_on_contents = bool(self._looked_at)
         planned = problem.rounded
         key = (planned, planned.layout.hints)
         call = self._planned.get(key)
@@ -97,14 +105,24 @@ class Plans:
         return Plans(program, self.options)
 
     def check_again(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Checks `tensors`, which the mods read from now on in place of others of their forms.
-
-        Where what those held had a part in a check, the next call of each form checks all; what was planned stays.
-        """
+        """Checks `tensors`, which the mods read from now on in place of others of their forms."""
         for tensor in tensors:
             refuse_foreign("a captured tensor", tensor)
-        if self.hangs_on_contents:
+
+    def _look_again(self) -> None:
+        """Lets each form be checked again where the mask holds something else than when it was; plans stay.
+
+        Not where a CUDA graph records the call: that can't look, and no replay does.
+        """
+        held = self._held_by_mask()
+        if (held != self._looked_at or None in held) and not belongs_to_graph():
             self.forget_checks()
+            self._looked_at = held
+
+    def _held_by_mask(self) -> tuple[Hashable, ...]:
+        """Changes when a tensor or a number that the mask reads does; a None in it: nobody says so."""
+        tensors, numbers = inputs_of(self.program.mask) if self.program.mask is not None else ((), ())
+        return *stamps(tensors), *[number.value for number in numbers]
 
     def forget_checks(self) -> None:
         """Lets the next call of each form check what its mods read."""

@@ -179,14 +179,12 @@ class FormCapture(BorrowedCapture):
         self.stamped: tuple[object, Hashable] | None = None
         self._lies = tensor.shape, tensor.stride()
 
-    def follow(self, tensor: torch.Tensor) -> bool:  # type: ignore[override]
-        """From now on it stands for `tensor`; whether that is another, or in other memory, than the last one."""
+    def follow(self, tensor: torch.Tensor) -> None:  # type: ignore[override]
+        """From now on it stands for `tensor`."""
         now = tensor._cdata, tensor.data_ptr()
-        if now == (self._last, self._address):
-            return False
-        self._last, self._address = now
-        self.stamped = None
-        return True
+        if now != (self._last, self._address):
+            self._last, self._address = now
+            self.stamped = None
 
 
 class _Apart:

@@ -388,6 +388,39 @@ def test_a_plan_that_was_taken_over_checks_what_its_mods_read(inputs: list[torch
         call(LENGTH)
 
 
+@pytest.mark.parametrize("how", ["a function", "a mask", "kept", "compiled", "compiled and kept"])
+@pytest.mark.parametrize("number", [torch.tensor(0), ca.scalar(0)], ids=["a tensor", "a number"])
+def test_a_table_that_a_mask_hides_no_more_is_refused_whoever_wrote(
+    how: str, number: Any, inputs: list[torch.Tensor]
+) -> None:
+    short = torch.arange(LENGTH // 2)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q < number) & (short[q] >= kv)
+
+    def write(visible: int) -> None:
+        if isinstance(number, torch.Tensor):
+            number.fill_(visible)
+        else:
+            number.value = visible
+
+    write(LENGTH // 2)
+    kept, made, compiled = ca.Attention(mask_mod=mask), ca.mask(mask), partial(torch.compile, fullgraph=True)
+    call: Callable[[], torch.Tensor] = {
+        "a function": lambda: ca.attention(*inputs, mask_mod=mask),
+        "a mask": lambda: ca.attention(*inputs, mask_mod=made),
+        "kept": lambda: kept(*inputs),
+        "compiled": compiled(lambda: ca.attention(*inputs, mask_mod=mask), backend="eager"),
+        "compiled and kept": compiled(lambda: kept(*inputs), backend="eager"),
+    }[how]
+    for _ in range(2):
+        write(LENGTH // 2)
+        torch.testing.assert_close(call(), ca.attention(*inputs, mask_mod=made, backend="reference"))
+        write(LENGTH)
+        with pytest.raises(ca.errors.CapturedIndexOutOfRange):
+            call()
+
+
 def test_tensors_that_come_and_go_are_told_apart(inputs: list[torch.Tensor]) -> None:
     """Two alive, one gone, one new of its form, and the first again."""
     for first, second in ((3, 5), (7, 11), (2, 9)):
