@@ -11,9 +11,10 @@ import torch
 
 from .. import errors
 from ..analysis import picture, pictures
-from ..analysis.short_reads import positions_of
+from ..analysis.program import Program
+from ..analysis.short_reads import positions_of, refuse_short_reads
 from ..graph.among import plain
-from ..graph.expr import const
+from ..graph.expr import Expr, const
 from ..graph.form import joined
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_mask
@@ -98,9 +99,12 @@ class Mask(Mod):
     ) -> torch.Tensor:
         """The mask as a bool tensor (B|1, H|1, q_len, kv_len); a dimension it does not depend on is 1.
 
-        Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1.
+        Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1; `CapturedIndexOutOfRange` as a call
+        does where a captured tensor is too short for these.
         """
-        return picture.dense(plain(self.expr), q_len, kv_len, batch, heads, device)
+        expr = plain(self.expr)
+        found = picture.dense(expr, q_len, kv_len, batch, heads, device)
+        return _within(expr, found, b=batch, h=heads, q=q_len, kv=kv_len)
 
     def tiles(
         self,
@@ -115,11 +119,13 @@ class Mask(Mod):
     ) -> torch.Tensor:
         """int8 (B|1, H|1, Tq, Tkv): 0 empty, 1 partial, 2 full; partial may be pessimistic unless `refine`.
 
-        Found by interval arithmetic, in work and memory of the tiles; see `analysis.tiles`.
+        Found by interval arithmetic, in work and memory of the tiles; see `analysis.tiles`. Raises: as `dense`.
         """
         from ..analysis.tiles import tiles
 
-        return tiles(plain(self.expr), q_len, kv_len, tile, batch, heads, refine=refine, device=device)
+        expr = plain(self.expr)
+        found = tiles(expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
+        return _within(expr, found, b=batch, h=heads, q=q_len, kv=kv_len)
 
     def bands(self) -> str:
         """Which kv a query tile visits, derived from the mask, in words: one interval per line, and what is tested."""
@@ -208,6 +214,13 @@ def _sizes(mask: Mask, most: int, q_len: int | None, kv_len: int | None) -> tupl
     if q_len is None:
         return queries, keys if kv_len is None else kv_len
     return q_len, q_len if kv_len is None else kv_len
+
+
+def _within(mask: Expr, found: torch.Tensor, **sizes: int) -> torch.Tensor:
+    """What was found of a mask of these sizes. Raises: `CapturedIndexOutOfRange`."""
+    if found.numel():
+        refuse_short_reads(Program(mask=mask), sizes, found.device)
+    return found
 
 
 def _operand(side: Any, sign: str) -> Mask:

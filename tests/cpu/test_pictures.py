@@ -100,6 +100,15 @@ def test_pictures_end_where_a_captured_tensor_does() -> None:
         alibi(torch.tensor([0.1])).svg(0)
 
 
+@pytest.mark.parametrize("looked_at", [ca.Mask.dense, ca.Mask.tiles, ca.Mask.svg])
+def test_pairs_beyond_a_captured_tensor_are_refused_as_in_a_call(looked_at: Any) -> None:
+    ids = torch.tensor([0, 0, 1, 1])
+    with pytest.raises(errors.CapturedIndexOutOfRange, match=r"shape \(4,\) is read at .* 8"):
+        looked_at(document(ids), 8, 8)
+    looked_at(document(ids) & (lambda b, h, q, kv: (q < 4) & (kv < 4)), 8, 8)  # whose mask hides them
+    assert document(ids).dense(0, 8).shape == (1, 1, 0, 8)
+
+
 def test_what_is_not_finite_is_not_drawn() -> None:
     far = ca.score(lambda score, b, h, q, kv: torch.where(q - kv > 9, -torch.inf, score - (q - kv)))
     heat = far.svg(64)
