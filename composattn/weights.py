@@ -39,7 +39,10 @@ def attention_weights(
     Raises: `InvalidArgument` for rows outside of q, and what `attention` raises.
     """
     problem = Problem.of(q, k, k)
-    at = torch.as_tensor(rows, device=q.device)
+    try:
+        at = torch.as_tensor(rows, device=q.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise errors.InvalidArgument(f"rows is {rows!r}; pass positions, (R,) integers") from error
     if at.ndim != 1 or at.is_floating_point() or at.dtype is torch.bool:
         raise errors.InvalidArgument(f"rows is {at.dtype} of shape {tuple(at.shape)}; pass positions, (R,) integers")
     if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < problem.q_len:

@@ -36,7 +36,7 @@ def test_weights_of_rows_times_values_are_the_output(sinks: torch.Tensor | None,
     torch.testing.assert_close(weights.sum(-1), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [[20], [-1], torch.tensor([0.5]), torch.tensor([[1]])])
+@pytest.mark.parametrize("rows", [[20], [-1], torch.tensor([0.5]), torch.tensor([[1]]), "x", None, [[1], 2]])
 def test_rows_that_are_none_are_refused_by_name(rows: Any, generator: torch.Generator) -> None:
     q, k, _ = qkv(generator=generator, q_len=20)
     with pytest.raises(errors.InvalidArgument, match="rows"):
