@@ -45,8 +45,8 @@ def timed(what: str, where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_screen() -> Iterator[None]:
-    """Inside, the log is written to stderr, unless it is written somewhere: a line where something begins."""
-    if LOG.handlers:
+    """Inside, the log is written to stderr, a line where something begins; where logging is set up that decides."""
+    if LOG.hasHandlers():
         yield
         return
     handler, level = logging.StreamHandler(), LOG.level

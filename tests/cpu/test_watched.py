@@ -94,3 +94,16 @@ def test_what_is_compiled_is_told_before_and_behind(caplog: pytest.LogCaptureFix
     with watched.timed("forward, D 128, causal", "/a/folder"):
         assert caplog.messages == ["compiling forward, D 128, causal"]
     assert caplog.messages[1].startswith("compiled forward, D 128, causal: 0.0 s, kept in /a/folder")
+
+
+@pytest.mark.parametrize("is_set_up", [False, True])
+def test_a_line_of_the_log_is_written_once(
+    is_set_up: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = logging.Logger("the root of a program")
+    if is_set_up:
+        programs.addHandler(logging.StreamHandler())
+    monkeypatch.setattr(watched.LOG, "parent", programs)
+    with watched.on_screen():
+        watched.LOG.warning("compiling")
+    assert capsys.readouterr().err == "compiling\n"
