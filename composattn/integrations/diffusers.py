@@ -26,7 +26,7 @@ from ..errors import MissingDependency, ShapeMismatch, UnsupportedOption
 from ..extras import how_to_install
 from ..mods.mask import Mask
 from ..mods.score import Score
-from .sdpa import mods_of
+from .sdpa import four_dimensions, mods_of
 
 try:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -101,8 +101,8 @@ def _attend_with(score: Score | None, mask: Mask | None, backend: str | None) ->
 
         attn_mask: bool, True where visible, or added to the scores: (B, Skv), else what broadcasts to (B, Hq, Sq, Skv).
 
-        Raises: `UnsupportedOption` for context parallelism of diffusers, `ShapeMismatch` for mods of another length,
-        and what `sdpa.scaled_dot_product_attention` raises.
+        Raises: `UnsupportedOption` for context parallelism of diffusers, `ShapeMismatch` for mods of another length
+        and for fewer heads of keys without `enable_gqa`, and what `sdpa.scaled_dot_product_attention` raises.
         """
         if _parallel_config is not None or return_lse:
             raise UnsupportedOption(
@@ -116,8 +116,9 @@ def _attend_with(score: Score | None, mask: Mask | None, backend: str | None) ->
             )
         if attn_mask is not None and attn_mask.shape == (key.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None, :]
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        told_score, told_mask = mods_of(attn_mask, is_causal, q.shape[:2], q, k)
+        by_head = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        q, k, v, leading = four_dimensions(*by_head, enable_gqa)
+        told_score, told_mask = mods_of(attn_mask, is_causal, leading, q, k)
         out = attention(
             q, k, v, score_mod=_both(told_score, score), mask_mod=_seen_by_both(told_mask, mask), scale=scale,
             dropout_p=dropout_p, backend=backend,

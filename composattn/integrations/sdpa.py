@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
         refuse_unreadable(name, tensor)
         if tensor.ndim < 2:
             raise WrongRank(f"{name} needs (..., S, D), got {tuple(tensor.shape)}")
-    q, k, v, leading = _four_dimensions(query, key, value, enable_gqa)
+    q, k, v, leading = four_dimensions(query, key, value, enable_gqa)
     score_mod, mask_mod = mods_of(attn_mask, is_causal, leading, q, k)
     out: Any = attention(
         q, k, v, score_mod=score_mod, mask_mod=mask_mod, scale=scale, dropout_p=dropout_p, backend=backend
@@ -99,10 +99,10 @@ def _of_torchs_bias(bias: CausalBias, q_length: int, kv_length: int) -> Mask:
     return causal(align="top_left" if bias.variant is CausalVariant.UPPER_LEFT else "bottom_right")
 
 
-def _four_dimensions(
+def four_dimensions(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
-    """q, k, v as (B, H, S, D), and the leading dimensions of the result."""
+    """q, k, v as (B, H, S, D), and the leading dimensions of the result. Raises: `ShapeMismatch`."""
     given = (query, key, value)
     grouped = enable_gqa and all(t.ndim > 2 for t in given)
     own = 3 if grouped else 2  # dimensions that are a tensor's own

@@ -211,6 +211,16 @@ def test_a_mask_of_self_attention_is_refused_elsewhere() -> None:
         model(**inputs)
 
 
+def test_fewer_heads_of_keys_are_shared_where_that_is_asked_for_alone() -> None:
+    q, k = torch.randn(1, 20, 4, 16), torch.randn(1, 20, 2, 16)
+    with pytest.raises(errors.ShapeMismatch, match="enable_gqa=True"), attention_backend("composattn"):
+        dispatch_attention_fn(q, k, k)
+    with attention_backend("composattn"):
+        out = dispatch_attention_fn(q, k, k, enable_gqa=True)
+    with attention_backend("native"):
+        torch.testing.assert_close(out, dispatch_attention_fn(q, k, k, enable_gqa=True))
+
+
 def test_context_parallelism_of_diffusers_is_refused() -> None:
     with pytest.raises(errors.UnsupportedOption, match=r"ca\.ContextParallel"):
         dispatch_attention_fn(*qkv(), backend="composattn", parallel_config=object())
