@@ -21,9 +21,8 @@ from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
-from composattn.backends.hopper.backward_choice import backward_tiling
+from composattn.backends.hopper.backward_choice import BackwardFacts, backward_tiling
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
-from composattn.backends.hopper.backward_forms import Facts
 from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
 from composattn.backends.hopper.backward_table import BackwardClass, BackwardForm, backward_class, form_of
 from composattn.backends.hopper.backward_table import serves as backward_serves
@@ -82,7 +81,7 @@ def _of_backward_form(form: BackwardForm) -> Choose:
 
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
         call = backward_class(problem, program, target, deterministic)
-        facts = Facts(problem, program, target, call)
+        facts = BackwardFacts(problem, program, target, call)
         return backward_of_form(form, facts) if backward_serves(form, call) else None
 
     return choose

@@ -7,81 +7,86 @@ calls they are of, are in `backward.json`, of an H200 and tiles of 128 keys.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
-from ...call.problem import Problem
+from ..fused.planning.call_class import Facts
 from ..fused.planning.tables import Table, first, table
-from ..fused.tiles.target import Target
-from ..fused.tiles.traits import padded
-from .backward_table import KEYS, BackwardClass
+from .backward_table import KEYS
 from .backward_tiling import FILE
 
-L2 = 50 << 20  # bytes
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
 IN_ORDER_AT_A_DOCUMENT = 16  # query heads, in a fixed order: fewer tiles of one head wait for each other
 
 HeadsOf = tuple[int, int | None]  # query heads of a piece, 0: all; key/value heads together, None: as L2 holds
 
 
-def _all(problem: Problem, target: Target, few: int = 0) -> HeadsOf:
-    """Few key/value heads at a time where the queries of one are more than L2 holds; else as many as it holds.
+def _so_many(facts: Facts, together: int | None) -> HeadsOf:
+    return 0, together
 
-    So many as fill the SMs once, if none are said. With 32 heads on 4 (8k) two are 2.6 % faster than four, with which a
-    call moved 8 times the bytes of DRAM that it has to.
+
+def _one_round(facts: Facts) -> HeadsOf:
+    """Key/value heads that fill the SMs once."""
+    return 0, max(1, round(facts.target.sms / _tiles(facts, KEYS)))
+
+
+def _whole(facts: Facts) -> HeadsOf:
+    return 0, IN_ORDER_AT_A_DOCUMENT * 128 // max(64, facts.problem.head_dim, facts.problem.head_dim_v)
+
+
+def _documents(facts: Facts, heads: int, at_once: int, by: str = "pieces") -> HeadsOf:
+    """Splits of a group's tiles, so many `heads` each, fewer where key/value heads are few; 0: all heads.
+
+    So many pieces, or heads of a group, run `at_once`.
     """
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    held = problem.group * problem.q_len * (2 * (d + dv) + 4 * d) <= L2
-    if held or problem.group == 1 or not problem.layout.is_dense:
-        return 0, None
-    return 0, few or max(1, round(target.sms / max(1, -(-problem.kv_len // KEYS))))
-
-
-def _whole(problem: Problem, target: Target) -> HeadsOf:
-    return 0, IN_ORDER_AT_A_DOCUMENT * 128 // max(64, problem.head_dim, problem.head_dim_v)
-
-
-def _documents(problem: Problem, target: Target, heads: int, at_once: int, by: str = "pieces") -> HeadsOf:
-    """Splits of a group's tiles, so many `heads` each where there are 8, fewer where key/value heads are few.
-
-    0: all heads. So many pieces, or heads of a group, run `at_once`.
-    """
-    group = problem.group
-    pieces = max(-(-group // (heads or group)) if group >= 8 else 1, -(-AT_A_DOCUMENT // problem.kv_heads))
+    group = facts.problem.group
+    pieces = max(-(-group // (heads or group)), -(-AT_A_DOCUMENT // facts.problem.kv_heads))
     pieces = max(1, min(pieces, group // 2))
-    return _in_pieces(group, pieces), max(1, at_once // {"pieces": pieces, "group": group}[by])
+    return -(-group // pieces), max(1, at_once // {"pieces": pieces, "group": group}[by])
 
 
-def _many(problem: Problem, target: Target) -> HeadsOf:
-    """Pieces of four heads, three, or half of them. Sections are of two rounds of blocks."""
-    group, packed = problem.group, not problem.layout.is_dense
-    entries = max(1, -(-problem.kv_len // KEYS))  # tiles of keys of a head, of packed sequences those of all
+def _many(facts: Facts, together: int | None = None) -> HeadsOf:
+    """Pieces of four heads, three, or half of them. Sections are of two rounds of blocks, of a power of two of heads.
+
+    `together`: so many instead, of packed sequences, which have other rows at each call; their tiles lie together.
+    """
+    group, sms, tiles = facts.problem.group, facts.target.sms, _tiles(facts, KEYS)
     pieces = -(-group // next((n for n in (4, 3) if group % n == 0), 2))
-    if entries * problem.kv_heads * (1 if packed else problem.batch) * pieces < 1.9 * target.sms:
+    if tiles * facts.problem.kv_heads * (1 if together else facts.problem.batch) * pieces < 1.9 * sms:
         pieces = group // 2
-    # a power of 2, as each is another kernel; 2 of packed sequences, which have other rows at each call
-    rounds = 2 * target.sms / (entries * pieces)
-    return _in_pieces(group, pieces), 2 if packed else 1 << max(0, round(math.log2(rounds)))
+    return -(-group // pieces), together or _power_of_two(2 * sms / (tiles * pieces))
 
 
-def _in_pieces(group: int, pieces: int) -> int:
-    return -(-group // pieces) if pieces > 1 else 0
+def _tiles(facts: Facts, keys: int) -> int:
+    """Tiles of keys of a head; of packed sequences those of all."""
+    return max(1, -(-facts.problem.kv_len // keys))
 
 
-RULES: dict[str, Callable[..., HeadsOf]] = {"all": _all, "whole": _whole, "documents": _documents, "many": _many}
+def _power_of_two(number: float) -> int:
+    """The next one: each number of heads is another kernel."""
+    return 1 << max(0, round(math.log2(number)))
 
 
-def _rule(said: dict[str, Any]) -> Callable[[Problem, Target], HeadsOf]:
-    return functools.partial(RULES[said["rule"]], **{name: value for name, value in said.items() if name != "rule"})
+RULES: dict[str, Callable[..., HeadsOf]] = {
+    "so many": _so_many, "one round": _one_round, "whole": _whole, "documents": _documents, "many": _many,
+}  # fmt: skip
+HEADS: Table[list[Any]] = table(FILE, "heads")  # a rule, and its numbers
+AT_LAST: Table[Any] = table(FILE, "at_last")  # heads of a fixed order's last section, see `BackwardTiling`
+A_ROUND = "a round"
 
 
-HEADS: Table[Callable[[Problem, Target], HeadsOf]] = table(FILE, "heads", _rule)
-BYTES: Table[int] = table(FILE, "bytes", int)  # of the heads that run together
+def heads_of(facts: Facts, keys: int, at_once: int) -> dict[str, int | None]:
+    """How many query heads a split of a tile of keys has, how many key/value heads run together, and at last.
 
-
-def heads_of(call: BackwardClass, problem: Problem, target: Target) -> HeadsOf:
-    """How many query heads a split of a tile of keys has, and how many key/value heads run together."""
-    a_piece, together = first(HEADS, call)(problem, target)
-    return a_piece, problem.schedule.heads_together or together
+    `at_once`: tiles of so many `keys` that run at once.
+    """
+    problem, tiles = facts.problem, _tiles(facts, keys)
+    rule, *numbers = first(HEADS, facts)
+    a_piece, together = RULES[rule](facts, *numbers)
+    fields = {"heads_a_piece": a_piece, "heads_together": problem.schedule.heads_together or together}
+    rounds = problem.batch * problem.kv_heads * tiles / at_once
+    at_last = first(AT_LAST, facts, asked=problem.schedule.heads_together, rounds=rounds)
+    if at_last == A_ROUND:  # it fills the SMs, or its longest tiles end alone: 1.05
+        fields["heads_together"], at_last = 1, _power_of_two(at_once / tiles)
+    return {**fields, "heads_at_last": at_last}

@@ -7,7 +7,8 @@ matches is taken. To change a row: `python -m benchmarks.sweep`, see docs/design
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+import itertools
+from typing import Literal, NamedTuple, get_args
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -17,8 +18,8 @@ from ..fused.tiles.target import Target
 from .backward_tiling import FILE
 
 KEYS = 128  # of a tile
-PAIRS: Table[bool] = table(FILE, "pairs", bool)
-LARGEST: Table[int] = table(FILE, "largest", int)  # found by compiling
+PAIRS: Table[bool] = table(FILE, "pairs")
+LARGEST: Table[int] = table(FILE, "largest")  # found by compiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def backward_class(problem: Problem, program: Program, target: Target, determini
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What of a call is one piece of work; `backward_forms` has the tiling of each.
+    """What of a call is one piece of work; `backward_choice` has the tiling of each.
 
     keys apart: 64 keys a warpgroup, of 128, and so many `queries`. shared keys: two warpgroups have 64 keys, one dV and
     one dK. exchange: two blocks have 64 keys each, and exchange dS. halves: two blocks share the columns of 64 keys.
@@ -68,7 +69,7 @@ class Tile:
 
 
 Blocks = Literal["a block a tile", "blocks stay", "a block a tile, clears"]  # dQ, beside its first query tiles
-KINDS = {name: Tile(name, **said) for name, said in file_of(FILE)["values"]["tiles"].items()}
+NAMED = {name: Tile(name, **said) for name, said in file_of(FILE)["values"]["tiles"].items()}
 
 
 class BackwardForm(NamedTuple):
@@ -81,14 +82,11 @@ class BackwardForm(NamedTuple):
         return f"{self.tile}, {self.blocks}"
 
 
-TILES: Table[Tile] = table(FILE, "tiles", KINDS.__getitem__)
-BLOCKS: Table[Blocks] = table(FILE, "blocks", lambda said: said)
+TILES: Table[Tile] = table(FILE, "tiles", NAMED.__getitem__)
+BLOCKS: Table[Blocks] = table(FILE, "blocks")
 # what a call must be, that a tile can be its: none of the tables' rules that only speed decides
-SERVES: Table[Tile] = table(FILE, "serves", KINDS.__getitem__)
-STAY: Blocks = "blocks stay"
-LEAVE: Blocks = "a block a tile"
-CLEAR: Blocks = "a block a tile, clears"
-FORMS = tuple(BackwardForm(row.says, blocks) for row in SERVES for blocks in (STAY, LEAVE, CLEAR))
+SERVES: Table[Tile] = table(FILE, "serves", NAMED.__getitem__)
+FORMS = tuple(itertools.starmap(BackwardForm, itertools.product((row.says for row in SERVES), get_args(Blocks))))
 
 
 def rows_of(call: BackwardClass) -> tuple[Row[Tile], Row[Blocks]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..fused.planning.tables import Table, first, table
+from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import BackwardTiling
 from ..fused.tiles.written import Written
 
@@ -168,6 +169,11 @@ class HopperBackwardTiling(BackwardTiling):
         if self.persistent and not self.dq_in_bulk:
             stationary *= 2
         return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
+
+    def fits(self, target: Target) -> bool:
+        """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
+        leaves = not (self.persistent and self.dq_in_bulk) or self.dq_numbers >= ROWS * max(self.d, self.dv)
+        return leaves and super().fits(target)
 
     def describe(self) -> dict[str, str]:
         keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"

@@ -273,3 +273,16 @@ def _pairs(problem: Problem, rows: int, columns: int) -> int:
 
 def _words(end: int) -> str:
     return f"more than {BANDS[-2]:,}" if end == BEYOND else f"up to {end:,}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A call, its class, and what rows of tables may ask of it besides: facts of its class are facts of it."""
+
+    problem: Problem
+    program: Program
+    target: Target
+    call: Any  # a class; its facts are found where the others are not
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)

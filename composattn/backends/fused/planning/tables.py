@@ -21,7 +21,16 @@ from .call_class import MaskKind, ModsKind, Rounds
 
 T = TypeVar("T")
 Pattern = dict[str, Container[Any]]  # what each of these facts may be; others may be anything
-KINDS: dict[str, type[enum.Enum]] = {"mods": ModsKind, "mask": MaskKind, "work": Rounds}
+
+
+def _named(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    return lambda word: kind[word.upper()]
+
+
+# facts whose values are others than a file can have
+READ: dict[str, Callable[[Any], Any]] = {
+    "mods": _named(ModsKind), "mask": _named(MaskKind), "work": _named(Rounds), "dims": tuple,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,16 @@ class Span:
     def read(text: str) -> Span:
         """A span as it is written: "(64, 96]" or "(96, inf)"."""
         return Span(*map(float, text.strip("(])").split(",")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """All values but these."""
+
+    but: Container[Any]
+
+    def __contains__(self, value: Any) -> bool:
+        return value not in self.but
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +94,11 @@ def file_of(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def table(path: Path, name: str, made: Callable[[Any], T]) -> Table[T]:
+def _as_said(said: Any) -> Any:
+    return said
+
+
+def table(path: Path, name: str, made: Callable[[Any], T] = _as_said) -> Table[T]:
     """A table of a file; `made`: of what a row says, what it means.
 
     Raises: `ValueError`, with the file and the row, where it says what no row can.
@@ -85,29 +108,24 @@ def table(path: Path, name: str, made: Callable[[Any], T]) -> Table[T]:
 
 
 def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T], where: str) -> Row[T]:
+    facts = dict(row)
+    why, shapes, gain = facts.pop("why", ""), facts.pop("shapes", 0), facts.pop("gain", math.nan)
     try:
-        return _read(row, file, made)
+        says, of = made(facts.pop("says")), facts.pop("of", "").split()
+        named = dict(item for name in of for item in file["patterns"][name].items()) | facts
+        pattern = {name: _values(name, said) for name, said in named.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: no row of a table is {json.dumps(row)}, by {error!r}") from error
-
-
-def _read(row: Mapping[str, Any], file: Any, made: Callable[[Any], T]) -> Row[T]:
-    facts = dict(row)
-    says, shared = facts.pop("says"), [file["patterns"][name] for name in facts.pop("of", "").split()]
-    why, shapes, gain = facts.pop("why", ""), facts.pop("shapes", 0), facts.pop("gain", math.nan)
-    pattern = {name: _values(name, said) for part in (*shared, facts) for name, said in part.items()}
-    return Row(made(says), pattern, Evidence(why, shapes, gain, file.get("results", "")))
+    return Row(says, pattern, Evidence(why, shapes, gain, file.get("results", "")))
 
 
 def _values(name: str, said: Any) -> Container[Any]:
     """What a fact may be."""
     if isinstance(said, str):
         return Span.read(said)
-    kind = KINDS.get(name)
     if isinstance(said, dict):
-        assert kind is not None, f"{name} has no list of all there are"
-        return tuple(member for member in kind if member.name.lower() not in said["not"])
-    return tuple(kind[value.upper()] if kind else tuple(value) if isinstance(value, list) else value for value in said)
+        return Others(_values(name, said["not"]))
+    return tuple(map(READ.get(name, _as_said), said))
 
 
 def matches(call: object, pattern: Pattern, **more: Any) -> bool:
@@ -117,18 +135,14 @@ def matches(call: object, pattern: Pattern, **more: Any) -> bool:
 
 def row_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Row[T]:
     """The first row that a call is in."""
-    return next(_rows_of(rows, call, more))
+    return next(row for row in rows if matches(call, row.pattern, **more))
 
 
 def first(rows: Iterable[Row[T]], call: object, **more: Any) -> T:
-    """What the first row says that a call is in."""
-    return next(_rows_of(rows, call, more)).says
+    """What it says."""
+    return row_of(rows, call, **more).says
 
 
 def all_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[T]:
     """What every row says that a call is in, as several numbers that are added up."""
-    return (row.says for row in _rows_of(rows, call, more))
-
-
-def _rows_of(rows: Iterable[Row[T]], call: object, more: Mapping[str, Any]) -> Iterator[Row[T]]:
-    return (row for row in rows if matches(call, row.pattern, **more))
+    return (row.says for row in rows if matches(call, row.pattern, **more))

@@ -65,6 +65,10 @@ class Tiling(abc.ABC):
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes a block takes, barriers and alignment included."""
 
+    def fits(self, target: Target) -> bool:
+        """Whether a block of 16-bit numbers has room."""
+        return self.shared_memory(2) <= target.shared_memory
+
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
         """What only this architecture's kernels have, by what it is about, for people to read."""
