@@ -213,8 +213,8 @@ def _recorded(forward: list[Launch], backward: list[Launch]) -> Iterator[None]:
 
         return call
 
-    def launches(*kernels: Any, pieces_of: Any) -> Callable[..., None]:
-        return made(*[kernel and noted(kernel) for kernel in kernels], pieces_of=pieces_of)
+    def launches(*kernels: Any, **memory: Any) -> Callable[..., None]:
+        return made(*[kernel and noted(kernel) for kernel in kernels], **memory)
 
     ForwardLauncher.launch = launch  # type: ignore[method-assign,assignment]
     # made anew at each launch, whatever a launcher has made before
