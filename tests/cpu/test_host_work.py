@@ -439,3 +439,12 @@ def test_tensors_of_a_form_that_was_met_are_not_checked_again_for_what_their_for
         ids = drawn_documents(size)
         ca.attention(q, q, q, mask_mod=causal() & document(ids))
     assert len(problems) == 1
+
+
+def test_what_is_bare_launches_what_a_call_and_its_gradient_do() -> None:
+    with without_kernels(lambda plan: lambda *arguments: None):
+        x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
+        for name, calls in host.entries(x).items():
+            bare = host.Bare(calls[host.OURS], x, True)
+            assert len(bare.forward) == 1 and len(bare.backward) >= 3, name
+            assert len(torch.autograd.grad(bare(), x.qkv, x.dout)) == 3
