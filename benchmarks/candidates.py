@@ -27,7 +27,7 @@ from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
 from composattn.backends.hopper.backward_table import BackwardClass, BackwardForm, backward_class, form_of
 from composattn.backends.hopper.backward_table import serves as backward_serves
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import FORMS, TABLE, ForwardForm, serves
+from composattn.backends.hopper.forward_table import FORMS, TABLE, ForwardFacts, ForwardForm, serves
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -71,7 +71,8 @@ def _of_form(form: ForwardForm) -> Choose:
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:
         call = forward_class(problem, program, target)
-        return tiling_of_form(form, call, problem, program, target) if serves(form, call) else None
+        facts = ForwardFacts(problem, program, target, call)
+        return tiling_of_form(form, facts) if serves(form, call) else None
 
     return choose
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FILES = {
     "fused": "call_class coverage cut few_queries order scheduler tables tiling traits",
     "hopper": "backward_choice backward_heads backward_table backward_tiling byte_tiling few_rows "
-    "forward_choice forward_forms forward_table fp8_choice fp8_tiling tiling wide_tiling",
+    "forward_choice forward_table fp8_choice fp8_tiling tiling wide_tiling",
     "blackwell": "backward_choice backward_tiling tiling",
     "warp": "backward_table backward_tiling forward_table tiling",
 }

@@ -21,7 +21,7 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import ForwardForm
+from composattn.backends.hopper.forward_table import ForwardFacts, ForwardForm
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured
@@ -74,8 +74,8 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     form = ForwardForm("large", guesses=guesses, stays=True)
-    call = forward_class(problem, program, FEW)
-    plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, call, problem, program, FEW))
+    facts = ForwardFacts(problem, program, FEW, forward_class(problem, program, FEW))
+    plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, facts))
     if guesses:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum
     assert plan.tiling.scheduler is Scheduler.LATE

@@ -8,9 +8,9 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import time_of
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import key_tiles, slots
-from ..fused.tiles.traits import queries, reads_along_keys, weighs_keys
-from .forward_forms import Facts
-from .tiling import FILE, ROWS, HopperTiling, threshold_of
+from ..fused.tiles.traits import queries
+from .forward_table import ForwardFacts
+from .tiling import FILE, ROWS, HopperTiling
 
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
@@ -30,33 +30,27 @@ CUTS: Table[list[Cut]] = table(FILE, "few", lambda said: [Cut(**cut) for cut in 
 EQUAL_SHARES: Table[bool] = table(FILE, "equal_shares", bool)
 
 
-def few_rows(facts: Facts) -> HopperTiling:
+def few_rows(facts: ForwardFacts) -> HopperTiling:
     """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
 
     Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
     """
-    problem, program = facts.problem, facts.program
-    cuts = first(
-        CUTS, facts.call, bytes=facts.of_bytes, fixed=facts.keys_in_order, persistent=bool(problem.schedule.persistent),
-        reads=bool(facts.keys_in_order or reads_along_keys(program.score) or weighs_keys(program)),
-    )  # fmt: skip
-    tilings = [(_of_few_rows(facts, cut), cut.shared) for cut in cuts]
+    tilings = [(_of_few_rows(facts, cut), cut.shared) for cut in first(CUTS, facts)]
     served = [tiling for tiling, shared in tilings if not shared or _has_equal_shares(facts, tiling)]
-    return min(served, key=lambda tiling: time_of(problem, tiling, facts.target).least())
+    return min(served, key=lambda tiling: time_of(facts.problem, tiling, facts.target).least())
 
 
-def _has_equal_shares(facts: Facts, tiling: HopperTiling) -> bool:
+def _has_equal_shares(facts: ForwardFacts, tiling: HopperTiling) -> bool:
     """Whether blocks may share all keys alike: tiles are equal, of three portions at most, and places are idle."""
     problem, sms = facts.problem, facts.target.sms
     tiles = problem.q_heads // tiling.packed_heads * problem.batch
     return first(
-        EQUAL_SHARES, facts.call, split=problem.schedule.split_kv,
-        asked=problem.schedule.persistent, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
+        EQUAL_SHARES, facts, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
         products=(tiles * key_tiles(problem, tiling.tile_n) + 1) * sms,  # in 32 bits, by `EqualShares`
     )  # fmt: skip
 
 
-def _of_few_rows(facts: Facts, cut: Cut) -> HopperTiling:
+def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     """With as many stages as shared memory holds."""
     (d, dv), problem = facts.call.dims, facts.problem
     persistent = bool(problem.schedule.persistent)
@@ -69,15 +63,11 @@ def _of_few_rows(facts: Facts, cut: Cut) -> HopperTiling:
     # of packed sequences tensors say how many rows there are
     eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
     return facts.tiling(
+        "forward",
         tile_m=ROWS,
         tile_n=cut.keys,
-        d=d,
-        dv=dv,
-        heads_together=problem.schedule.heads_together,
-        packed_heads=facts.heads,
         blocks=cut.blocks,
         scheduler=Scheduler.STREAM_K if cut.shared else stays,
-        threshold=threshold_of(problem, "forward"),
         stages=min(most, room // stage),
         eight_rows=eight,
         **of_bytes,

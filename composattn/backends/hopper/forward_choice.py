@@ -1,4 +1,4 @@
-"""Which tiling the Hopper forward of a call has: by its class a row of the table, by the row a form."""
+"""Which tiling the Hopper forward of a call has: by its class a row of the table, a form, by both its fields."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from ...call.eight_bits import EIGHT_BITS
 from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Rounds, class_of
-from ..fused.planning.tables import first, row_of
+from ..fused.planning.tables import Table, first, row_of, table
 from ..fused.tiles.few_queries import packed_heads, sharing_heads
+from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import query_tiles
+from ..fused.tiles.tiling import key_tiles, query_tiles, whole_pages
 from .few_rows import few_rows
-from .forward_forms import Facts, tiling_of
-from .forward_table import FORMS, PACKS, TABLE, ForwardForm, serves, shape_of
+from .forward_table import BLOCKS, FORMS, TABLE, Block, ForwardFacts, ForwardForm, serves
 from .fp8_choice import fp8_tiling, fp8_words
-from .tiling import ROWS, HopperTiling
+from .tiling import FILE, ROWS, HopperTiling, RowSteps
 from .wide_tiling import WideTiling, wide_tiling
+
+PACKS: Table[float] = table(FILE, "packs")  # heads share tiles if these are at most so many of those they have
+STAYS: Table[bool] = table(FILE, "stays")  # whether blocks are persistent
+MOST_KEYS: Table[int] = table(FILE, "most_keys")  # of a tile, beside what mods read
+STAGES: Table[int] = table(FILE, "stages")
+RESIDENT: Table[int] = table(FILE, "resident")  # columns of Q in registers
+STEPS: Table[RowSteps] = table(FILE, "steps", lambda said: RowSteps(**said))  # what rows do from tile to tile
+SHARES: Table[bool] = table(FILE, "shares")  # whether blocks share the last rounds of equal tiles
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
@@ -27,8 +35,8 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Hopper
     if problem.types.q in EIGHT_BITS:
         return fp8_tiling(problem, program, target)
     call = forward_class(problem, program, target)
-    own, others = first(TABLE, call), (form for form in FORMS if serves(form, call))
-    return tuned.tiling(call, problem, target, own, others, lambda f: tiling_of_form(f, call, problem, program, target))
+    facts, others = ForwardFacts(problem, program, target, call), (form for form in FORMS if serves(form, call))
+    return tuned.tiling(call, problem, target, first(TABLE, call), others, lambda form: tiling_of_form(form, facts))
 
 
 def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
@@ -47,7 +55,7 @@ def _fewer_tiles(problem: Problem, heads: int, call: CallClass) -> bool:
     """Whether heads that share tiles have so few of them that it pays. `call`: where each has its own."""
     form = first(TABLE, call)
     most = first(PACKS, call, kind=form.kind, guesses=form.guesses)
-    rows = ROWS * shape_of(form, call).warpgroups if most else ROWS
+    rows = ROWS * first(BLOCKS, call, kind=form.kind, less=False).warpgroups if most else ROWS
     return query_tiles(problem, heads, rows) <= most * query_tiles(problem, 1, rows)
 
 
@@ -61,11 +69,58 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
     return f"{call}\n    form: {chosen}"
 
 
-def tiling_of_form(
-    form: ForwardForm, call: CallClass, problem: Problem, program: Program, target: Target
-) -> HopperTiling | WideTiling:
+def tiling_of_form(form: ForwardForm, facts: ForwardFacts) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
     if form.kind == "wide":
-        return wide_tiling(problem, program, target)
-    facts = Facts(problem, program, target, call)
-    return few_rows(facts) if form.kind == "few" else tiling_of(facts, form)
+        return wide_tiling(facts)
+    return few_rows(facts) if form.kind == "few" else _tiling_of(form, facts)
+
+
+def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
+    """A tile has as many keys as its block, registers and shared memory have room for.
+
+    All of Q, if it waits in registers, goes before keys; some columns of it are held where the keys leave them room.
+    """
+    # a warpgroup more makes 16-bit numbers of bytes; a batch-invariant tile's keys may find no registers
+    block = first(BLOCKS, facts, kind=form.kind, less=facts.of_bytes)
+    if facts.keys_by_registers(facts.registers(block)) < facts.keys_in_order:
+        block = first(BLOCKS, facts, kind=form.kind, less=True)
+    cut = {"warpgroups": block.warpgroups, "blocks": block.blocks, "guesses": form.guesses}
+    rounds = query_tiles(facts.problem, facts.heads, ROWS * block.warpgroups) * facts.problem.batch / facts.target.sms
+    stays = first(STAYS, facts, form=form.stays, block=block.stays, rounds=rounds)
+    tiling = facts.tiling(
+        form.kernel,
+        tile_m=ROWS * block.warpgroups,
+        tile_n=facts.keys_in_order or 16,
+        blocks=block.blocks,
+        scheduler=Scheduler[block.scheduler] if stays else Scheduler.ONE_TILE,
+        stages=first(STAGES, facts, **cut),
+        resident=first(RESIDENT, facts, stays=stays, **cut),
+        steps=first(STEPS, facts, **cut),
+    )
+    tiling = _filled(facts, block, tiling)
+    return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(facts, tiling) else tiling
+
+
+def _filled(facts: ForwardFacts, block: Block, tiling: HopperTiling) -> HopperTiling:
+    registers, held = facts.registers(block), tiling.resident // 4
+    by_registers = facts.keys_by_registers(registers - held * tiling.frees_queries)
+    most = min(by_registers, block.keys, first(MOST_KEYS, facts))
+    wider = (dataclasses.replace(tiling, tile_n=keys) for keys in range(most, 0, -16))
+    if not facts.keys_in_order:
+        tiling = next(filled for filled in wider if filled.fits(facts.target))
+    keys = whole_pages(tiling.tile_n) if facts.layout == "paged" else tiling.tile_n
+    resident = tiling.resident * (facts.keys_by_registers(registers - held) >= tiling.tile_n)
+    return dataclasses.replace(tiling, tile_n=keys, resident=resident)
+
+
+def _shares(facts: ForwardFacts, tiling: HopperTiling) -> bool:
+    """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long."""
+    sms = facts.target.sms
+    tiles = query_tiles(facts.problem, tiling.packed_heads, tiling.tile_m) * facts.problem.batch
+    return first(
+        SHARES, facts, warpgroups=tiling.warpgroups, draws=tiling.scheduler.draws, frees_queries=tiling.frees_queries,
+        rounds=tiles / sms,
+        idle=-tiles % sms / sms * facts.keys / tiling.tile_n,  # tiles of keys for which all SMs could be busy
+        products=2 * sms**2 * key_tiles(facts.problem, tiling.tile_n),  # in 32 bits, by `Shares`
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which form the Hopper forward of a call has, and its blocks: rows of `forward.json`, with what was measured.
+"""Which form the Hopper forward of a call has, and its block: rows of `forward.json`, with what was measured.
 
 To change a row: `python -m benchmarks.sweep`, see docs/design.md. Figures in "why" are of one H200, in turns.
 """
@@ -6,17 +6,31 @@ To change a row: `python -m benchmarks.sweep`, see docs/design.md. Figures in "w
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import functools
+from typing import Any, Literal, NamedTuple
 
-from ..fused.planning.call_class import CallClass
-from ..fused.planning.tables import Table, first, matches, table
-from ..fused.tiles.scheduler import Scheduler
-from .tiling import FILE, GUESSING, RowSteps
+from ...primitives.rescale_threshold import RescaleThreshold
+from ..fused.planning.call_class import CallClass, Facts
+from ..fused.planning.tables import Table, all_of, first, matches, table
+from ..fused.tiles.few_queries import sharing_heads
+from ..fused.tiles.traits import (
+    bytes_at_pairs,
+    has_opaque_test,
+    keys,
+    reads_along_keys,
+    reads_any,
+    sees_at_most,
+    weighs_keys,
+)
+from .byte_tiling import ByteTiling
+from .tiling import FILE, GUESSING, ROWS, HopperTiling, registers_for
+
+NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardForm:
-    """How a call is cut; `forward_forms` has the tiling of each.
+    """How a call is cut; `forward_choice` has the tiling of each.
 
     few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or
     three blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
@@ -43,33 +57,27 @@ class ForwardForm:
         return ForwardForm(**fields)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A block of `warpgroups`, of which an SM has `blocks`; a tile has up to so many `keys`.
+class Block(NamedTuple):
+    """`warpgroups` that share a block; an SM has so many `blocks`, a tile up to so many `keys`.
 
     `scheduler`: how tiles come to blocks that stay; `stays`: whether they do whatever the form says.
     """
 
-    kind: Literal["three blocks", "two blocks", "alone", "three warpgroups", "two warpgroups"]
     warpgroups: int
     blocks: int = 1
     keys: int = 128
-    scheduler: Scheduler = Scheduler.STRIDE
+    scheduler: str = "STRIDE"
     stays: bool = False
-
-    @staticmethod
-    def of(said: dict[str, Any]) -> Shape:
-        return Shape(**said | {"scheduler": Scheduler[said.get("scheduler", "STRIDE")]})
 
 
 TABLE: Table[ForwardForm] = table(FILE, "forms", ForwardForm.named)
 SERVES: Table[ForwardForm] = table(FILE, "serves", ForwardForm.named)  # what a form can cut, no matter of speed
-BLOCKS: Table[Shape] = table(FILE, "blocks", Shape.of)
-PACKS: Table[float] = table(FILE, "packs", float)  # heads share tiles if these are at most so many of those they have
-STEPS: Table[RowSteps] = table(FILE, "steps", lambda said: RowSteps(**said))  # what rows do from tile to tile
+BLOCKS: Table[Block] = table(FILE, "blocks", lambda said: Block(**said))
+TOGETHER: Table[int | None] = table(FILE, "together")  # key/value heads; None: as L2 holds
+THRESHOLDS: Table[RescaleThreshold] = table(FILE, "thresholds", lambda said: RescaleThreshold(**said))
+TAKEN: Table[int] = table(FILE, "taken")  # columns of registers beside scores and output, of all rows that match
+IN_ORDER: Table[int] = table(FILE, "invariant")  # keys of a batch-invariant tile; 0: of other calls
 FORMS = tuple(dict.fromkeys(row.says for row in TABLE if row.says.kind not in ("wide", "few")))  # those that compete
-# where a batch-invariant tile's keys find no registers, or a warpgroup more makes 16-bit numbers of bytes
-LESS = {"three blocks": Shape("two blocks", 1, blocks=2, keys=64), "three warpgroups": Shape("two warpgroups", 2)}
 
 
 def serves(form: ForwardForm, call: CallClass) -> bool:
@@ -78,9 +86,92 @@ def serves(form: ForwardForm, call: CallClass) -> bool:
     return any(row.says == wanted and matches(call, row.pattern) for row in SERVES)
 
 
-def shape_of(form: ForwardForm, call: CallClass) -> Shape:
-    return first(BLOCKS, call, kind=form.kind)
+class ForwardFacts(Facts):
+    """Facts of a forward that its tables ask for besides its class, and what tilings of all forms ask."""
 
+    call: CallClass
 
-def steps_of(form: ForwardForm, shape: Shape, call: CallClass) -> RowSteps:
-    return first(STEPS, call, block="guesses" if form.guesses else shape.kind)
+    @functools.cached_property
+    def heads(self) -> int:
+        """Query heads that share the rows of a tile."""
+        return sharing_heads(self.problem, self.program, ROWS) if self.call.packs else 1
+
+    @property
+    def keys(self) -> int:
+        return keys(self.problem)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a head's keys and values."""
+        return 2 * self.keys * sum(self.call.dims)
+
+    @property
+    def asked(self) -> bool | None:
+        """Whether blocks are asked to stay."""
+        return self.problem.schedule.persistent
+
+    @property
+    def split(self) -> int | str:
+        return self.problem.schedule.split_kv
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether K and V come as 8-bit numbers."""
+        return self.problem.narrow is not None
+
+    @property
+    def scored(self) -> bool:
+        return self.program.score is not None
+
+    @property
+    def at_pairs(self) -> float:
+        """Bytes that are read at each pair."""
+        return bytes_at_pairs(self.program.score)
+
+    @property
+    def mask_reads(self) -> bool:
+        return reads_any(self.program.mask)
+
+    @property
+    def opaque(self) -> bool:
+        return has_opaque_test(self.program)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether constants say that rows see few keys."""
+        return sees_at_most(NARROW, self.program)
+
+    @functools.cached_property
+    def keys_in_order(self) -> int:
+        """Keys of a batch-invariant tile, of which D and the mods decide; 0 for other calls."""
+        return first(IN_ORDER, self)
+
+    @property
+    def fills_registers(self) -> bool:
+        """Whether something waits there along the keys."""
+        along = reads_along_keys(self.program.score) or weighs_keys(self.program)
+        return along or self.keys_in_order > 0
+
+    def keys_by_registers(self, registers: int) -> int:
+        """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
+        return (registers - sum(all_of(TAKEN, self)) - self.call.dv // 2) * 4 // 3 // 16 * 16
+
+    def registers(self, block: Block) -> int:
+        """Registers of a thread that computes."""
+        return registers_for(block.warpgroups, block.blocks, self.call.layout == "paged", self.of_bytes).computing
+
+    def tiling(self, kernel: str, **fields: Any) -> HopperTiling:
+        """A tiling; of bytes with a stage of each, which is all that a block of many queries needs."""
+        alike = self.alike(kernel)
+        return ByteTiling(**{"byte_stages": 1, **alike, **fields}) if self.of_bytes else HopperTiling(**alike, **fields)
+
+    def alike(self, kernel: str) -> dict[str, Any]:
+        """Fields that are said in one way for all forms; heads together: as asked for, or a table says."""
+        return {
+            "kernel": kernel,
+            "d": self.call.d,
+            "dv": self.call.dv,
+            "packed_heads": self.heads,
+            "heads_together": self.problem.schedule.heads_together or first(TOGETHER, self),
+            "threshold": first(THRESHOLDS, self, kernel=kernel),
+        }

@@ -7,13 +7,10 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from ...call.problem import Problem
-from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
-from ..fused.tiles.traits import keys
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
@@ -30,15 +27,6 @@ WAITS = {
     "first": "; waits for O behind the first exponential",
     "half": "; waits for O behind half of the exponentials",
 }
-
-
-THRESHOLDS: Table[RescaleThreshold] = table(FILE, "thresholds", lambda said: RescaleThreshold(**said))
-
-
-def threshold_of(problem: Problem, kernel: str) -> RescaleThreshold:
-    """How far maxima may lag. A warp notes sums of all its rows when one is rescaled: a row's bits depend on others."""
-    facts = {"keys": keys(problem), "in_order": problem.schedule.batch_invariant, "dv": problem.head_dim_v}
-    return first(THRESHOLDS, None, **facts, kernel=kernel)
 
 
 class Registers(NamedTuple):

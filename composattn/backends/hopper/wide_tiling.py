@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from ...analysis.program import Program
-from ...call.problem import Problem
-from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
-from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import ForwardTiling
-from ..fused.tiles.traits import reads_pairs
 from .byte_tiling import CONVERTERS, OF_BYTES
-from .tiling import L2, ROWS, Registers, registers_for, threshold_of
+from .forward_table import ForwardFacts
+from .tiling import L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
@@ -92,28 +88,23 @@ class WideByteTiling(WideTiling):
 _REST = 4 * ROWS * GROUPS + 1024  # a number of each row and warpgroup, barriers, alignment
 
 
-def wide_tiling(problem: Problem, program: Program, target: Target) -> WideTiling:
+def wide_tiling(facts: ForwardFacts) -> WideTiling:
     """Tiles of 128 keys: each warpgroup's products of scores have 64, with 32 shared memory would limit them.
 
     Of 64 where a score mod reads at (q, kv): what it reads waits in registers, and 128 keys spilled 21.
     """
-    d, dv = (-(-n // SLICE) * SLICE for n in (problem.head_dim, problem.head_dim_v))
-    tile_n = 64 if reads_pairs(program.score) else 128
-    room = (target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
+    d, dv = (-(-n // SLICE) * SLICE for n in facts.call.dims)
+    tile_n = 64 if facts.at_pairs else 128
+    room = (facts.target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
     kind: Any = WideTiling
     rings = {"stages": room // (2 * STAGE)}
-    if problem.narrow is not None:  # five of eight parts of the room for what is multiplied
+    if facts.of_bytes:  # five of eight parts of the room for what is multiplied
         kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
         rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
     return kind(  # type: ignore[no-any-return]
-        kernel="forward_wide",
+        **facts.alike("forward_wide") | {"d": d, "dv": dv},
         tile_m=ROWS,
         tile_n=tile_n,
-        d=d,
-        dv=dv,
-        packed_heads=packed_heads(problem, program, ROWS),
-        threshold=threshold_of(problem, "forward_wide"),
-        heads_together=problem.schedule.heads_together,
-        scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
+        scheduler=Scheduler.STRIDE if facts.asked else Scheduler.ONE_TILE,
         **rings,
     )

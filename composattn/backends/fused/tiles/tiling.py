@@ -26,15 +26,6 @@ def whole_pages(most: int) -> int:
     return 1 << most.bit_length() - 1
 
 
-def keys_by_memory(target: Target, tile_m: int, rows: int, keys: int, stages: int = 2, beside: int = 0) -> int:
-    """Keys of a tile for which Q and O (`rows` wide) and stages of K and V (`keys` wide) fit in shared memory.
-
-    `beside`: bytes that each of them takes more.
-    """
-    free = target.shared_memory - 1024 - tile_m * rows * 2
-    return free // (2 * stages * keys + beside) // 16 * 16
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling(abc.ABC):
     """Tiles of `tile_m` query rows and `tile_n` keys.
