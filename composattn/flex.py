@@ -41,7 +41,7 @@ def flex_attention(
     return_aux: Any = None,
     backend: str | None = None,
 ) -> Any:
-    """`flex_attention` of torch 2.11-2.13, on our backends; needs no torch.compile.
+    """`flex_attention` of torch 2.11-2.15, on our backends; needs no torch.compile.
 
     query (B, Hq, Sq, D), key (B|1, Hkv, Skv, D), value (B|1, Hkv, Skv, Dv). `block_mask` is torch's `BlockMask`: its
     mask_mod is traced, and its lists of blocks mean what they mean to torch's compiled kernel: all of a listed full

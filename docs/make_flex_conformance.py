@@ -18,8 +18,8 @@ PAGE = Path(__file__).with_name("flex_conformance.md")
 
 HEAD = """# Differences from FlexAttention
 
-`composattn.flex_attention` takes the arguments of `torch.nn.attention.flex_attention.flex_attention` (torch 2.11 to
-2.15; functions in compiled regions [to 2.13](torch.md)), `BlockMask` and `return_aux` included, and returns the same.
+`composattn.flex_attention` takes the arguments of `torch.nn.attention.flex_attention.flex_attention` ([torch 2.11 to
+2.15](torch.md)), `BlockMask` and `return_aux` included, and returns the same.
 Only the import changes. It needs no `torch.compile`. `tests/cpu/flex_conformance` holds it to torch's semantics: the
 ideas of torch's tests, written again (score mods, block masks, captured tensors, gradients, lse and the largest scores,
 strides, shared heads, decoding, torch's `PagedAttention`, errors). The truth there is plain attention in fp64 with

@@ -44,6 +44,8 @@ _HOLDERS: tuple[tuple[Any, Callable[[list[Any]], Any]], ...] = (
     (variables.SliceVariable, lambda items: slice(*items)),
 )
 """Dynamo's lists and their like, and what is made of the real things that they hold."""
+GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+"""What reads an attribute: the first since torch 2.14, whose variables have the slots of Python's types."""
 _OF_VALUES = {module.__file__ for module in (proxies, scalar, torch_functions, vectors)}
 
 
@@ -56,16 +58,21 @@ class Traced(UserDefinedObjectVariable):
     def is_python_constant(self) -> bool:
         return False
 
-    def var_getattr(self, tx: Any, name: str) -> Any:
+    def tp_getattro_impl(self, tx: Any, name: str) -> Any:
         if name == "__bool__":  # torch 2.11 asks for it before a branch, and takes what is no Python function for true
             _reading().run(tx, bool, (self.value,))
         return _reading().run(tx, getattr, (self.value, name))
+
+    var_getattr = tp_getattro_impl  # before torch 2.14
 
     def call_obj_hasattr(self, tx: Any, name: str) -> Any:
         return _reading().run(tx, hasattr, (self.value, name))
 
     def call_method(self, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _reading().call(tx, functools.partial(_method, name), [self, *args], kwargs)
+
+    def mp_ass_subscript_impl(self, tx: Any, key: Any, value: Any) -> Any:
+        return _reading().call(tx, operator.setitem, [self, key, value], {})
 
     def call_function(self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _reading().call(tx, self.value, args, kwargs)  # type: ignore[arg-type]
@@ -169,7 +176,9 @@ class Reading:
                 return self._leaf(value, value.value)
             kind: Any = value.python_type()
             if _is_mod(kind):
-                return kind.formed(*[self.real(value.var_getattr(self.tx, n)) for n in ("form", "leaves", "name")])
+                return kind.formed(
+                    *[self.real(getattr(value, GETATTR)(self.tx, n)) for n in ("form", "leaves", "name")]
+                )
         if not isinstance(value, variables.UserFunctionVariable) and value.is_python_constant():
             return value.as_python_constant()
         raise _Unknown(value)
@@ -381,7 +390,10 @@ def install() -> None:
                 kind.call_function = _handing_over(kind.call_function)  # type: ignore[attr-defined]
     _hand_over_comparisons()
     _hand_over_membership()
-    variables.TensorVariable.var_getattr = _asking(variables.TensorVariable.var_getattr)  # type: ignore[method-assign]
+    setattr(variables.TensorVariable, GETATTR, _asking(getattr(variables.TensorVariable, GETATTR)))
+    if hasattr(VariableTracker, "mp_ass_subscript_impl"):  # no function mode is told of it
+        of_tensors: Any = variables.TensorVariable
+        of_tensors.mp_ass_subscript_impl = _writing(of_tensors.mp_ass_subscript_impl)
     InstructionTranslatorBase.inline_user_function_return = _not_following(  # type: ignore[method-assign]
         InstructionTranslatorBase.inline_user_function_return
     )
@@ -402,6 +414,18 @@ def _asking(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
         return reading.run(tx, getattr, (reading.real(self), name))
 
     return var_getattr
+
+
+def _writing(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+    """A write to an element of a tensor."""
+
+    def mp_ass_subscript_impl(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        reading = getattr(pending, "reading", None)
+        if reading is None or value is None:
+            return of_dynamo(self, tx, key, value)
+        return reading.call(tx, operator.setitem, [self, key, value], {})
+
+    return mp_ass_subscript_impl
 
 
 def _hand_over_comparisons() -> None:

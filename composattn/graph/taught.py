@@ -8,7 +8,7 @@ import torch
 
 from ..errors import UnsupportedTorch
 
-KNOWN = (2, 11), (2, 13)
+KNOWN = (2, 11), (2, 15)
 """Versions of torch, the first and the last, whose Dynamo reads each form of `tests/cpu/test_one_reading.py` right."""
 
 

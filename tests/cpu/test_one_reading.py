@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,13 @@ from composattn.dispatch.serialized import parse
 from composattn.graph import torch_functions
 from composattn.graph.form import graphs_of
 from composattn.graph.taught import is_known
+from tests.cpu.test_op_semantics import FLOATS, INTEGERS, score_mod
 from tests.cpu.test_tracing import MASK_REFUSED, MASKS, REFUSED, SCORES
 
 pytestmark = pytest.mark.skipif(not is_known(), reason="refused as a whole: tests/cpu/test_versions_of_torch.py")
 
+PAGES = Path(__file__).parents[2] / "docs"
+TORCH, SEARCHES = PAGES / "torch.md", PAGES / "searches.md"
 Q = torch.randn(2, 4, 12, 8, generator=torch.Generator().manual_seed(5))
 Call = Callable[[torch.Tensor], Any]
 
@@ -56,6 +61,9 @@ def calls(mods: dict[str, dict[str, Any]]) -> Call:
 
 FORMS = {f"mask: {n}": {"mask_mod": m} for n, m in MASKS.items()} | {
     f"score: {n}": {"score_mod": m} for n, m in SCORES.items()
+}
+OPERATIONS = {f"{n}, of floats": {"score_mod": score_mod(m)} for n, m in FLOATS.items()} | {
+    f"{n}, of integers": {"score_mod": score_mod(m)} for n, m in INTEGERS.items()
 }
 UNSAID = {f"mask: {n}": {"mask_mod": m} for n, (_, m, _) in MASK_REFUSED.items()} | {
     f"score: {n}": {"score_mod": m} for n, (_, m, _) in REFUSED.items()
@@ -111,6 +119,23 @@ def test_all_refusals_in_one_region_have_the_class_and_the_words_of_eager_code(r
         with pytest.raises(errors.ComposattnError) as caught:
             graphs_of(parse(text)[0], ())
         assert (type(caught.value), str(caught.value)) == said_in_eager_code(IN_A_REGION[name]), name
+
+
+@pytest.mark.parametrize("reading", by_day("compiled")[:3])
+def test_every_operation_is_written_in_a_region_as_in_eager_code(reading: str) -> None:
+    texts = Texts()
+    READINGS[reading](calls(OPERATIONS), texts)(Q)
+    count = len(texts.found) // len(OPERATIONS)
+    assert count >= 1 and len(texts.found) == count * len(OPERATIONS)
+    for place, text in enumerate(texts.found):
+        name = list(OPERATIONS)[place % len(OPERATIONS)]
+        assert parse(text)[0][0] == ca.score(OPERATIONS[name]["score_mod"]).form, name
+
+
+def test_pages_say_how_many_forms_operations_and_refusals_have_one_reading() -> None:
+    counted = len(FORMS), len(OPERATIONS), len(IN_A_REGION)
+    said = re.findall(r"(\d+) forms,\s(\d+)\soperations\sand (\d+)\srefusals", TORCH.read_text() + SEARCHES.read_text())
+    assert said and {tuple(map(int, numbers)) for numbers in said} == {counted}
 
 
 FEW = ("score: if", "score: item of captured", "score: rand", "score: returns a tuple", "mask: three arguments")

@@ -25,7 +25,7 @@ def points(score_values: torch.Tensor) -> Env:
     return Env(index=index, score=score_values)
 
 
-# as torch's before 2.15, which gives their ends no gradient; NaN on either side gives NaN
+# as torch's before 2.14, which gives their ends no gradient; NaN on either side gives NaN
 CLAMPS = {
     "clamp_min": lambda x, least: torch.where((x >= least) | x.isnan(), x, least),
     "clamp_max": lambda x, most: torch.where((x <= most) | x.isnan(), x, most),
