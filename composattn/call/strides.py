@@ -21,20 +21,25 @@ def ordered(t: torch.Tensor, width: Any, dtype: torch.dtype | None = None) -> to
     order = _order(t)
     if order is None:
         return t.new_empty((*t.shape[:-1], width), dtype=dtype)
-    return t.new_empty_strided((*t.shape[:-1], width), _strides(t, width, order), dtype=dtype)
+    return t.new_empty_strided((*t.shape[:-1], width), _strides(t.shape, width, order), dtype=dtype)
 
 
 def strides_of_ordered(t: torch.Tensor, width: int) -> tuple[int, ...]:
-    """The strides of what `ordered` gives."""
-    order = _order(t)
-    return tuple(_strides(t, width, list(range(t.ndim - 1)) if order is None else order))
+    """The strides of what `ordered` gives; of sizes that are numbers."""
+    return _ordered(t.shape, t.stride(), t.is_contiguous(), width)
 
 
-def _strides(t: torch.Tensor, width: Any, order: list[int]) -> list[Any]:
-    strides, step = [1] * t.ndim, width
+@functools.lru_cache(maxsize=512)
+def _ordered(shape: torch.Size, strides: tuple[int, ...], contiguous: bool, width: int) -> tuple[int, ...]:
+    order = None if contiguous else _order_of(strides[:-1])
+    return tuple(_strides(shape, width, list(range(len(shape) - 1)) if order is None else order))
+
+
+def _strides(shape: torch.Size, width: Any, order: list[int]) -> list[Any]:
+    strides, step = [1] * len(shape), width
     for d in reversed(order):
         strides[d] = step
-        step = step * t.shape[d]
+        step = step * shape[d]
     return strides
 
 
@@ -56,7 +61,10 @@ def _order(t: torch.Tensor) -> list[int] | None:
         return _symbolic_order(t)
     if t.is_contiguous():
         return None
-    strides = t.stride()[:-1]
+    return _order_of(t.stride()[:-1])
+
+
+def _order_of(strides: tuple[int, ...]) -> list[int] | None:
     own = list(range(len(strides)))
     order = sorted(own, key=strides.__getitem__, reverse=True)  # of equal ones the first stays first
     return None if order == own or 0 in strides else order

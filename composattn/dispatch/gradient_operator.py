@@ -68,7 +68,8 @@ def gradient_of(t: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
     """What was found as the gradient of `t`, in that form; zeros where nothing was."""
     if found is None:
         return empty_gradient(t).zero_()
-    found = found.to(t.dtype)
+    if found.dtype is not t.dtype:
+        found = found.to(t.dtype)
     return in_order(found, t) if t.ndim else in_form(found, empty_gradient(t))
 
 

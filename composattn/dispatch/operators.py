@@ -145,13 +145,13 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
     Raises: `UnreadableProgram`.
     """
     refuse_other_leaves(form, captured, numbers)
-    if not numbers:
-        return [*captured]
     tensors, left = iter(captured), iter(numbers)
     leaves: list[Any] = []
     for place, kind in enumerate(parse(form)[2]):
         if kind == "t":
             leaves.append(next(tensors))
+        elif kind.isdigit():
+            leaves.append(captured[int(kind)])
         else:
             leaves.append(scalar_of(next(left)) if kind == "s" else _standing_for(next(left), form, place))
     return leaves
@@ -160,10 +160,10 @@ def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int
 def refuse_other_leaves(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
     """Raises `UnreadableProgram` for other leaves than a form speaks of, as a direct call of an operator may give."""
     kinds = parse(form)[2]
-    tensors = kinds.count("t")
-    if len(captured) != tensors or len(numbers) != len(kinds) - tensors:
+    tensors, scalars = kinds.count("t"), kinds.count("s") + kinds.count("n")
+    if len(captured) != tensors or len(numbers) != scalars:
         raise UnreadableProgram(
-            f"the text of this call speaks of {tensors} captured tensors and {len(kinds) - tensors} run-time numbers, "
+            f"the text of this call speaks of {tensors} captured tensors and {scalars} run-time numbers, "
             f"got {len(captured)} and {len(numbers)}; give what it speaks of, or call ca.attention, which does"
         )
 

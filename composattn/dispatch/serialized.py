@@ -36,7 +36,8 @@ SharedMods = tuple[Score | None, Mask | None, Sink | None]
 class Serialized(NamedTuple):
     """The mods and options of a call as operators take them: a form, and the tensors and numbers it speaks of.
 
-    A number is a `ca.scalar`, or an int that compiled code keeps symbolic.
+    A tensor that the mods read in several places is there once. A number is a `ca.scalar`, or an int that compiled code
+    keeps symbolic.
     """
 
     form: str
@@ -59,21 +60,27 @@ def serialize(mods: Mods, options: tuple[Any, ...]) -> Serialized:
             schedule.order, schedule.persistent, schedule.heads_together, schedule.split_kv, schedule.pack_gqa,
             schedule.batch_invariant,
         )  # fmt: skip
-    kinds = "".join([_kind(leaf) for leaf in leaves])
+    tensors: list[torch.Tensor] = []
+    kinds = "".join([_kind(leaf, tensors) for leaf in leaves])
     # by repr(): in an f-string the Dynamo of torch 2.11 forgets `!r` under Python 3.13, and writes strings bare; but a
     # scale that varies has no repr() in Dynamo, and needs none
     asked = f"({scaled}, {repr((backend, deterministic, schedule, kinds, *_names(out_dtype)))[1:]}"
     lines = [*["-" if mod is None else mod.form for mod in mods], asked]
-    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return Serialized("\n".join(lines), tensors, tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
+    scalars = tuple([leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)])
+    return Serialized("\n".join(lines), tuple(tensors), scalars)
 
 
 def _names(out_dtype: list[torch.dtype]) -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in out_dtype]
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Any, tensors: list[torch.Tensor]) -> str:
+    """A letter, or the number of the tensor among the first ten, where it is one of those."""
     if isinstance(leaf, torch.Tensor):
+        for number, tensor in enumerate(tensors[:10]):
+            if tensor is leaf:
+                return str(number)
+        tensors.append(leaf)
         return "t"
     return "s" if isinstance(leaf, Scalar) else "n"
 
@@ -87,7 +94,8 @@ def parse(form: str) -> tuple[tuple[str | None, ...], tuple[Any, ...], str]:
         scale, backend, deterministic, schedule, kinds, *out_dtype = ast.literal_eval(last)
         dtypes = [DTYPES[name] for name in out_dtype]
         options = (scale, backend, deterministic, None if schedule is None else Schedule(*schedule), *dtypes)
-        if len(kinds) != sum(map(leaf_count, mods)) or not set(kinds) <= set("tsn"):
+        known = all(k in "tsn" or (k in "0123456789" and int(k) < kinds[:n].count("t")) for n, k in enumerate(kinds))
+        if len(kinds) != sum(map(leaf_count, mods)) or not known:
             raise ValueError(f"{kinds!r} are not the tensors and numbers of its mods")
     except InvalidArgument:
         raise

@@ -188,6 +188,8 @@ WRONG_CALLS: dict[str, dict[str, Any]] = {
     "an unknown operation": {"text": SAID.form.replace("op:add", "op:nonsense")},
     "a step that is not there": {"text": SAID.form.replace("'x1'", "'x9'")},
     "a tensor that is not there": {"text": SAID.form.replace("'t0'", "'t7'")},
+    "a tensor again that comes later": {"text": SAID.form.replace("'tt'", "'1t'")},
+    "a tensor again that was never there": {"text": SAID.form.replace("'tt'", "'t7'")},
     "mods in another order": {"text": "\n".join([MASK, SCORE, SINK, KEEP, VALUES, OPTIONS])},
     "a mask for a sink": {"text": "\n".join([SCORE, "-", MASK, SINK, VALUES, OPTIONS])},
 }
@@ -211,3 +213,32 @@ def test_a_living_plan_is_given_as_many_tensors_as_it_reads() -> None:
     held = ca.Attention(score_mod=lambda s, b, h, q, kv: s + BIAS[h, q])
     with pytest.raises(ca.errors.UnreadableProgram, match="1 captured tensors"):
         said(held.serialized.form, (), held.number)
+
+
+def test_a_tensor_that_mods_read_in_many_places_is_one_input() -> None:
+    ids, learned = torch.arange(LENGTH) // 5, torch.randn(LENGTH, requires_grad=True)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (ids[q] == ids[kv]) & (q >= kv)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        blocks = ca.BlockSparse(torch.ones(1, 1, 2, 2, dtype=torch.int8), 32, partial=mask)
+        return ca.attention(
+            q, k, v, mask_mod=blocks | ca.mask(mask), score_mod=lambda s, b, h, i, j: s + learned[i] * learned[j]
+        )
+
+    counts: list[int] = []
+
+    def counting(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [node for node in module.graph.nodes if "composattn" in str(node.target)]
+        counts.extend(len(node.args[3]) for node in nodes)
+        return module
+
+    inputs = draw()
+    torch._dynamo.reset()
+    found = torch.compile(layer, fullgraph=True, backend=counting)(*inputs)
+    (ours,) = torch.autograd.grad(found.square().sum(), learned)
+    (wanted,) = torch.autograd.grad(layer(*inputs).square().sum(), learned)
+    assert counts == [3]  # the kinds of blocks, ids and what is learned
+    torch.testing.assert_close(found, layer(*inputs))
+    torch.testing.assert_close(ours, wanted)
