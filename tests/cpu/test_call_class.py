@@ -30,6 +30,7 @@ IDS = torch.arange(512) // 100
 TABLE, SLOPES = torch.zeros(512, 512), torch.ones(8)
 MASKS: dict[MaskKind, Any] = {
     MaskKind.NONE: None,
+    MaskKind.ENDS: lambda b, h, q, kv: q >= kv,
     MaskKind.BOUNDS: lambda b, h, q, kv: (q >= kv) & (q - kv < 100),
     MaskKind.TESTED: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 4 == 0),
     MaskKind.OPAQUE: lambda b, h, q, kv: (q * kv) % 7 < 3,
@@ -61,7 +62,7 @@ def test_masks_are_of_the_kind_that_decides_how_they_run(mask: MaskKind) -> None
 LONG_IDS = torch.arange(8192) // 1000
 OF_KEYS: dict[MaskKind, Any] = {
     MaskKind.NONE: None,
-    MaskKind.ENDS: lambda b, h, q, kv: q >= kv,
+    MaskKind.ENDS: MASKS[MaskKind.ENDS],
     MaskKind.BOUNDS: MASKS[MaskKind.BOUNDS],
     MaskKind.TESTED: MASKS[MaskKind.TESTED],
     MaskKind.OPAQUE: MASKS[MaskKind.OPAQUE],
@@ -107,8 +108,8 @@ def test_what_sums_gradients_and_dropout_are_kinds_of_their_own() -> None:
 
 
 def test_work_is_counted_in_tiles_of_each_sm() -> None:
-    found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 24, 25, 67)]
-    two = Rounds.ROUND_AND_A_HALF, Rounds.ROUND_AND_A_HALF
+    found = [classed(q_heads=n, kv_heads=n).work for n in (16, 17, 33, 34, 67)]
+    two = Rounds.TWO_ROUNDS, Rounds.TWO_ROUNDS
     assert found == [Rounds.AT_ONCE, *two, Rounds.FEW_ROUNDS, Rounds.ROUNDS]
     assert classed(q_len=16, heads=4).work is Rounds.FEW_ROWS
 
@@ -133,6 +134,6 @@ def test_layout_order_and_rows_that_are_no_whole_sectors_are_told() -> None:
 def test_equal_calls_have_equal_classes_and_a_class_can_be_read() -> None:
     assert classed() == classed() and hash(classed()) == hash(classed(q_len=511))
     assert str(classed(mask=MASKS[MaskKind.BOUNDS])) == (
-        "forward, any order, dense, D 64, no score mod, bounds on positions, up to four rounds, "
+        "forward, any order, dense, D 64, no score mod, bounds on positions, up to two rounds, "
         "a row sees up to 256 of up to 512 keys"
     )

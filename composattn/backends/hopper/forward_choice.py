@@ -15,6 +15,7 @@ from ..fused.tiles.few_queries import packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import key_tiles, query_tiles, whole_pages
+from ..fused.tiles.traits import reads_pairs
 from .few_rows import few_rows
 from .forward_table import BLOCKS, FORMS, TABLE, Block, ForwardFacts, ForwardForm, serves
 from .fp8_choice import fp8_tiling, fp8_words
@@ -44,17 +45,18 @@ def forward_class(problem: Problem, program: Program, target: Target) -> CallCla
     of = functools.partial(class_of, problem, program, target, "forward", rows=ROWS)
     call = of(heads=packed_heads(problem, program, ROWS))
     heads = sharing_heads(problem, program, ROWS)
-    if not call.packs and heads > 1 and _fewer_tiles(problem, heads, call):
+    if not call.packs and heads > 1 and _fewer_tiles(problem, program, heads, call):
         call = of(heads=heads)
     # who asks blocks to stay has work for several rounds
     stays = problem.schedule.persistent and call.work is not Rounds.FEW_ROWS
     return dataclasses.replace(call, work=Rounds.ROUNDS) if stays else call
 
 
-def _fewer_tiles(problem: Problem, heads: int, call: CallClass) -> bool:
+def _fewer_tiles(problem: Problem, program: Program, heads: int, call: CallClass) -> bool:
     """Whether heads that share tiles have so few of them that it pays. `call`: where each has its own."""
     form = first(TABLE, call)
-    most = first(PACKS, call, kind=form.kind, guesses=form.guesses)
+    of_heads = reads_pairs(program.score, of_heads=True)
+    most = first(PACKS, call, kind=form.kind, guesses=form.guesses, pairs_of_heads=of_heads)
     rows = ROWS * first(BLOCKS, call, kind=form.kind, less=False).warpgroups if most else ROWS
     return query_tiles(problem, heads, rows) <= most * query_tiles(problem, 1, rows)
 
@@ -93,7 +95,7 @@ def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
         tile_m=ROWS * block.warpgroups,
         tile_n=facts.keys_in_order or 16,
         blocks=block.blocks,
-        scheduler=Scheduler[block.scheduler] if stays else Scheduler.ONE_TILE,
+        scheduler=block.scheduler if stays else Scheduler.ONE_TILE,
         stages=first(STAGES, facts, **cut),
         resident=first(RESIDENT, facts, stays=stays, **cut),
         steps=first(STEPS, facts, **cut),

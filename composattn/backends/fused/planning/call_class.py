@@ -64,14 +64,14 @@ class MaskKind(enum.Enum):
     """Which keys rows see: `MASKS` says which of these a forward is of, `MASKS_OF_KEYS` a backward."""
 
     NONE = "no mask"
-    BOUNDS = "bounds on positions"  # causal, windows, prefixes
+    BOUNDS = "bounds on positions"  # windows
+    ENDS = "bounds that end with the last queries"  # and begin with the first keys: causal, prefixes
     TESTED = "a costly test"  # at a query or a key tensors are read, or a remainder is looked at: dilated windows
     OPAQUE = "a test of pairs"  # no bound on the keys: tables, neighbourhoods
     RUNS = "several runs of keys"  # in a backward, of queries
     READ = "bounds that are read"  # tensors say where keys begin or end
     DOCUMENTS = "documents that tiles begin with"  # of ids, where there are rows enough
     # which queries see a key, in a backward alone
-    ENDS = "bounds that end with the last queries"  # causal, prefixes
     LISTED = "a test of tensors, listed"
     WHOLE = "documents seen whole"
 
@@ -81,7 +81,7 @@ class Rounds(enum.Enum):
 
     FEW_ROWS = "few rows"  # all of a sequence's queries, and heads that share keys, in one tile: decoding
     AT_ONCE = "tiles that run at once"
-    ROUND_AND_A_HALF = "one and a half rounds"
+    TWO_ROUNDS = "up to two rounds"
     FEW_ROUNDS = "up to four rounds"
     ROUNDS = "many rounds"
 
@@ -238,6 +238,7 @@ MASKS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
     (MaskKind.RUNS, lambda problem, program: len(program.intervals) > 1),
     (MaskKind.OPAQUE, lambda problem, program: has_opaque_test(program)),
     (MaskKind.TESTED, lambda problem, program: has_costly_test(program.mask)),
+    (MaskKind.ENDS, end_together),
     (MaskKind.BOUNDS, lambda problem, program: True),
 )
 MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
@@ -252,7 +253,7 @@ MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] =
     (MaskKind.ENDS, end_together),
     (MaskKind.BOUNDS, lambda problem, program: True),
 )
-UP_TO, ROUNDS = (1, 1.5, 4), (Rounds.AT_ONCE, Rounds.ROUND_AND_A_HALF, Rounds.FEW_ROUNDS, Rounds.ROUNDS)
+UP_TO, ROUNDS = (1, 2, 4), (Rounds.AT_ONCE, Rounds.TWO_ROUNDS, Rounds.FEW_ROUNDS, Rounds.ROUNDS)
 
 
 def _layout(problem: Problem) -> LayoutKind:

@@ -28,9 +28,9 @@ def reads(graph: Expr | None, rates: Iterable[Rate] = Rate) -> list[Expr]:
     return [n for n in nodes if n.op == "read" and n.rate in rates]
 
 
-def reads_pairs(graph: Expr | None) -> bool:
-    """Whether a tensor is read at (q, kv)."""
-    return bool(reads(graph, (Rate.ELEMENT,)))
+def reads_pairs(graph: Expr | None, of_heads: bool = False) -> bool:
+    """Whether a tensor is read at (q, kv); `of_heads`: and elsewhere for each head."""
+    return any(node.deps & Dep.H or not of_heads for node in reads(graph, (Rate.ELEMENT,)))
 
 
 def reads_along_keys(graph: Expr | None) -> bool:
