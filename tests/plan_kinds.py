@@ -12,6 +12,7 @@ from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
+from composattn.backends.fused.planning.plan_units import UnitsPlan
 from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
@@ -51,6 +52,11 @@ def dequantise(target: Target) -> list[Any]:
     return [DequantisePlan(target=target, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values, rank=4)]
 
 
+def units(target: Target) -> list[Any]:
+    used = {"is_dense": False, "used_q": True, "used_kv": True}
+    return [UnitsPlan(target=target, dtype=torch.bfloat16, head_dim_v=64, has_dlse=True, sums=2, **used)]
+
+
 PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward": lambda: forward(HOPPER),
     "hopper-forward-split": lambda: forward(HOPPER, schedule=Schedule(split_kv=2)),
@@ -66,6 +72,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),
     "hopper-dequantise": lambda: dequantise(HOPPER),
+    "hopper-units": lambda: units(HOPPER),
     "hopper-backward-segments": lambda: backward(HOPPER, length=LONG, mask=DOCUMENTS),
     "hopper-backward-strips": lambda: backward(HOPPER, length=96 * 96, mask=NEIGHBOURS, has_dlse=True),
     "hopper-backward-exchange": lambda: backward(HOPPER, d=256, mask=causal()),

@@ -3,8 +3,8 @@
 The gradient of one read at one pair is P (dP - D) times d score_mod / d read. What the positions of the read change
 with (its `Pattern`) says over what a kernel sums before it goes to memory. Sums in memory are 64-bit fixed point:
 integers add up to the same bits in any order, so they need no order, no buffer per block and no second pass. The unit
-is chosen from a bound of the whole sum (`FusedRead.bound`, and Σ P = 1 per row), so a read is fused only where the
-derivative has one.
+is chosen from a bound of the whole sum (`GradientProgram.bounds`, times the longest rows of dO and V, which a kernel
+finds: `composattn.backends.fused.kernels.around.units`), so a read is fused only where the derivative has one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +20,7 @@ import torch
 from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const
 from ..graph.gradient import derivative, partials
 from ..graph.linear import slopes
+from ..graph.philox import factor_of
 from .program import Program
 
 
@@ -148,50 +148,26 @@ class GradientProgram(Program):
     def content(self) -> dict[str, object]:
         return {**super().content, "reads": tuple(self.reads.values())}
 
+    def bounds(self, rows: int, q_len: int, kv_len: int) -> tuple[float, ...]:
+        """How many times the largest |dP - D| each sum over `rows` may be: Σ P = 1 per row.
+
+        Positions are below `q_len` and `kv_len`.
+        """
+        kept = 1.0 if self.keep is None else factor_of(self.keep)
+        slopes = [sum([r.bound(q_len, kv_len) for r in group]) for group in self.reads.values()]
+        return tuple([max(slope, 1e-6) * rows * kept for slope in slopes])
+
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
         return (*super().captures, *self.totals.values(), self.units)
 
 
-def unit_counts(
-    reads: Iterable[tuple[FusedRead, ...]],
-    dout: torch.Tensor,
-    v: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q_len: int,
-    kv_len: int,
-    rows_in_use: torch.Tensor | None = None,
-    keys_in_use: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Units in 1 for each tensor, powers of two, on v's device with no synchronisation.
-
-    |dP| and |D| are at most |dO| |V| per row, Σ P = 1 per row: a sum over all rows stays below 2^62 units. Positions
-    are below `q_len` and `kv_len`. dO and V are (B, H, S, D), or packed (total, H, D) and dLSE (H, total): then only
-    rows and keys in use, bool (total,), count, whatever others hold.
-    """
-    most = 2.0 * _longest(dout, rows_in_use) * _longest(v, keys_in_use)
-    if dlse is not None and dlse.numel():
-        sizes = dlse.float().abs()
-        most = most + (sizes if rows_in_use is None else torch.where(rows_in_use, sizes, 0.0)).amax()
-    rows = max(1, dout.numel() // dout.shape[-1])
-    bounds = [max(sum(r.bound(q_len, kv_len) for r in group), 1e-6) * rows for group in reads]
-    sums = torch.stack([most * b for b in bounds])  # no copy from the host: CUDA graphs can't capture one
-    # a factor of 4 for the rounding of P, dP and D
-    units = torch.exp2(torch.floor(60.0 - torch.log2(sums.clamp(min=1e-30))).clamp(-120, 120))
-    return torch.where(torch.isfinite(sums), units, torch.nan)
-
-
-def _longest(t: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
-    if not t.numel():
-        return t.new_zeros((), dtype=torch.float32)
-    lengths = torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32)
-    return (lengths if in_use is None else torch.where(in_use[:, None], lengths, 0.0)).amax()
-
-
 def in_numbers(total: torch.Tensor, units: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A sum of units as a gradient of `like`; NaN where the units say that a gradient was not finite."""
-    value = total.double() / units.double()
-    return value.to(like.dtype).view(like.shape)
+    """A sum of units, powers of two, as a gradient of `like`; NaN where the units say that it may not be finite."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=total.device)
+    # one operation: the quotient is the sum rounded to fp32, and so rounded again where `like` has 16 bits
+    torch.div(total, units, out=made.view(-1))
+    return made
 
 
-__all__ = ["FusedRead", "GradientProgram", "Pattern", "bound", "fused_reads", "in_numbers", "unit_counts"]
+__all__ = ["FusedRead", "GradientProgram", "Pattern", "bound", "fused_reads", "in_numbers"]

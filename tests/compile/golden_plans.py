@@ -17,6 +17,7 @@ from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
 from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
+from composattn.backends.fused.planning.plan_units import UnitsPlan
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.scales import rows_of, scaled_scores, scaled_values
@@ -118,6 +119,14 @@ def dequantise(of_keys: torch.dtype, of_values: torch.dtype) -> Callable[[], Any
     return lambda: DequantisePlan(target=HOPPER, dtype=torch.bfloat16, of_keys=of_keys, of_values=of_values, rank=4)
 
 
+def units(d: int, packed: bool = False) -> Callable[[], Any]:
+    """The kernel before a backward that sums gradients of two captured tensors."""
+    return lambda: UnitsPlan(
+        target=HOPPER, dtype=torch.bfloat16, head_dim_v=d, is_dense=not packed, used_q=packed, used_kv=packed,
+        has_dlse=packed, sums=2,
+    )  # fmt: skip
+
+
 def combine(forward: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: forward().combine
 
@@ -199,6 +208,8 @@ PLANS: dict[str, Callable[[], Any]] = {
     "quantise-token-best-of-4-d96": quantise("token", False, d=96),
     "quantise-block-best-of-4-d128": quantise("block", False),
     "dequantise-bf16": dequantise(*BYTES[1:]),
+    "units-d64": units(64),
+    "units-varlen-used-d128": units(128, packed=True),
     "preprocess-d64": backward("preprocess", d=64),
     "preprocess-dlse-d256": backward("preprocess", d=256, has_dlse=True),
     "preprocess-varlen-d128": backward("preprocess", layout=USED, has_dlse=True),

@@ -23,10 +23,12 @@ from composattn.backends.fused.planning.arguments import (
     PreprocessArguments,
     StripJoinArguments,
     TensorForm,
+    UnitsArguments,
 )
 from composattn.backends.fused.running.backward_kernels import launches
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.running.launch import ForwardLauncher
+from composattn.backends.fused.running.sums import FixedPointSums
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem, softmax_scale
 from composattn.mods import alibi, causal, document, neighborhood
@@ -36,7 +38,7 @@ RECORDS: dict[str, Any] = {
     "combine": CombineArguments, "preprocess": PreprocessArguments,
     "backward": MainArguments, "backward_exchange": MainArguments,
     "postprocess": PostprocessArguments, "backward_gather": GatherArguments,
-    "strip_join": StripJoinArguments,
+    "strip_join": StripJoinArguments, "units": UnitsArguments,
 }  # fmt: skip
 
 
@@ -69,6 +71,7 @@ CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
     "postprocess": (launches, PostprocessArguments),
     "gather": (launches, GatherArguments),
     "join": (launches, StripJoinArguments),
+    "find_units": (FixedPointSums._find, UnitsArguments),
 }
 
 

@@ -17,6 +17,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.preprocess import Preprocess
     from ..fused.kernels.around.quantise import Quantise
     from ..fused.kernels.around.strip_join import StripJoin
+    from ..fused.kernels.around.units import Units
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
     from .backward_query_pair import BlackwellBackwardQueryPair
@@ -28,6 +29,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     return {
         "forward": BlackwellForward,
         "combine": Combine,
+        "units": Units,
         "preprocess": Preprocess,
         "backward": BlackwellBackward,
         "backward_pair": BlackwellBackwardPair,

@@ -19,6 +19,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.preprocess import Preprocess
     from ..fused.kernels.around.quantise import Quantise
     from ..fused.kernels.around.strip_join import StripJoin
+    from ..fused.kernels.around.units import Units
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
     from .backward_pair import HopperBackwardPair
@@ -39,6 +40,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "forward_wide_of_bytes": HopperForwardWideOfBytes,
         "forward_fp8": HopperForwardFp8,
         "combine": Combine,
+        "units": Units,
         "preprocess": Preprocess,
         "backward": HopperBackward,
         "backward_wide": HopperBackwardWide,

@@ -19,6 +19,7 @@ from .forward_table import forward_tiling, forward_words
 def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
     from ..fused.kernels.around.preprocess import Preprocess
+    from ..fused.kernels.around.units import Units
     from .backward import WarpBackward
     from .forward import WarpForward
     from .rounding import WarpGather, WarpPostprocess
@@ -26,6 +27,7 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     return {
         "forward": WarpForward,
         "combine": Combine,
+        "units": Units,
         "preprocess": Preprocess,
         "backward": WarpBackward,
         "postprocess": WarpPostprocess,

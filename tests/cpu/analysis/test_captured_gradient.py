@@ -15,11 +15,11 @@ from composattn.analysis.captured_gradient import (
     fused_reads,
     in_numbers,
     pattern_of,
-    unit_counts,
 )
 from composattn.analysis.program import Program
 from composattn.graph.content import content
 from composattn.graph.expr import walk
+from composattn.mods.dropout import Dropout
 from composattn.mods.score import Score
 
 ONE, TWO, THREE = torch.randn(9), torch.randn(9, 9), torch.randn(9, 9, 9)
@@ -106,19 +106,22 @@ def test_programs_with_other_sums_are_other_kernels() -> None:
     assert len({content(p) for p in (program, *summing)}) == 4
 
 
-def test_units_hold_the_largest_sum_and_say_infinity(generator: torch.Generator) -> None:
-    program = Program(Score.of(lambda s, b, h, q, kv: s + ONE[kv]).expr)
-    reads = list(fused_reads(program).values())
-    for size in (1e-6, 1.0, 1e6):
-        v, dout = (size * torch.randn(2, 3, 64, 16, generator=generator) for _ in range(2))
-        units = unit_counts(reads, dout, v, None, 64, 64)
-        largest = 2 * float(dout.norm(dim=-1).max() * v.norm(dim=-1).max()) * 2 * 3 * 64
-        assert 2.0**57 < float(units[0]) * largest < 2.0**61
-        total = (torch.tensor([largest / 3]).double() * units.double()).to(torch.int64)
-        torch.testing.assert_close(in_numbers(total, units[0], torch.zeros(1)), torch.tensor([largest / 3]))
-    dout[0, 0, 0, 0] = torch.inf
-    units = unit_counts(reads, dout, v, None, 64, 64)
-    assert not torch.isfinite(in_numbers(torch.zeros(1, dtype=torch.int64), units[0], torch.zeros(1))).any()
+def test_sums_are_bounded_by_rows_slopes_and_what_dropout_keeps() -> None:
+    program = Program(Score.of(lambda s, b, h, q, kv: s + ONE[kv] - TWO[h, q] * (q - kv)).expr)
+    assert GradientProgram(program, fused_reads(program)).bounds(10, 64, 32) == (10, 10 * 96)
+    kept = Dropout.with_seed(0.75, 5)
+    assert kept is not None
+    dropped = Program(program.score, keep=kept.expr)
+    assert GradientProgram(dropped, fused_reads(program)).bounds(10, 64, 32) == (40, 40 * 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_become_numbers_with_one_rounding_to_fp32(dtype: torch.dtype, generator: torch.Generator) -> None:
+    like = torch.empty(3, 50, dtype=dtype)
+    total = torch.randint(-(2**61), 2**61, (150,), generator=generator)
+    exact = total.double() / 2.0**60
+    found = in_numbers(total, torch.tensor(2.0**60), like)
+    assert torch.equal(found, exact.float().to(dtype).view(3, 50))
 
 
 def test_bound_of_what_is_unknown_is_none() -> None:

@@ -22,6 +22,7 @@ from .plan import CombinePlan, ForwardPlan, TiledPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan, StripJoinPlan
 from .plan_dequantise import DequantisePlan
 from .plan_quantise import QuantisePlan
+from .plan_units import UnitsPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +323,35 @@ class StripJoinArguments(NamedTuple):
             dv_parts=_of_strips(plan.dtype, dv),
             dk=_rows(plan.dtype, "dense", "kv_heads", "kv_len", d),
             dv=_rows(plan.dtype, "dense", "kv_heads", "kv_len", dv),
+        )
+
+
+class UnitsArguments(NamedTuple):
+    """Arguments of the kernel that finds units for sums of gradients of captured tensors."""
+
+    dout: Any  # (B, Hq, Sq, Dv), packed (total, Hq, Dv)
+    v: Any  # (B, Hkv, Skv, Dv), packed (total, Hkv, Dv)
+    dlse: Any  # (B, Hq, Sq) fp32, packed (Hq, total)
+    rows_in_use: Any  # of packed queries where some may be unused: (B + 1,) first rows, (B,) how many are used; int32
+    keys_in_use: Any  # likewise
+    found: Any  # (4,) int32, zeros: bits of maxima, and how many blocks have ended
+    bounds: Any  # a number for each sum: how many times the largest |dP - D| it may be
+    units: Any  # (sums,) fp32: units in 1, powers of two; NaN where a sum may not be finite
+
+    @staticmethod
+    def of(plan: UnitsPlan) -> UnitsArguments:
+        lie = "dense" if plan.is_dense else "packed"
+        of_rows = ("batch", "heads", "q_len") if plan.is_dense else ("heads", "q_len")
+        numbers = TensorForm(torch.int32, ("",))
+        return UnitsArguments(
+            dout=_rows(plan.dtype, lie, "heads", "q_len", plan.head_dim_v),
+            v=_rows(plan.dtype, lie, "kv_heads", "kv_len", plan.head_dim_v),
+            dlse=TensorForm(torch.float32, of_rows, "any") if plan.has_dlse else None,
+            rows_in_use=(numbers, numbers) if plan.used_q else None,
+            keys_in_use=(numbers, numbers) if plan.used_kv else None,
+            found=TensorForm(torch.int32, (4,)),
+            bounds=(NumberForm(DType.FLOAT),) * plan.sums,
+            units=TensorForm(torch.float32, (plan.sums,)),
         )
 
 

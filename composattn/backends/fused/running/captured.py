@@ -66,6 +66,10 @@ class Reads:
         sequences: Sequences,
         made: Mapping[Capture, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
+        if self.lists is None and not self.derived:
+            return tuple(
+                [made[c] if n is None else captured[n] for c, n in zip(self.captured, self.places, strict=True)]
+            )
         at_call = self.at_call(captured)
         if self.lists is not None:
             numbers = dict(zip(self.program.scalars, scalars, strict=True))

@@ -10,26 +10,24 @@ sequences it reads the lengths on the host. Gradients of sinks come from the ker
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 
-from ....analysis.captured_gradient import GradientProgram, fused_reads, in_numbers, unit_counts
+from ....analysis.captured_gradient import GradientProgram, fused_reads
 from ....analysis.derived import refresh
 from ....analysis.program import Program
 from ....call.autograd import BackwardInputs, Gradients, Grads
 from ....call.problem import Problem
-from ....call.sequences import Sequences, rows_in_use
+from ....call.sequences import Sequences
 from ....errors import GradientUnsupported
 from ....graph.borrowed import Borrowed
 from ....graph.evaluate import Env, evaluate_all
 from ....graph.expr import Capture, Dep
 from ....graph.expr import captures as captures_of
 from ....graph.gradient import partials
-from ....graph.philox import factor_of
 from ...gathered import total_for
 from ...sinks import add_gradients, by_head
 from ...streaming import DerivedMods, Streaming
@@ -38,7 +36,9 @@ from ..planning.plan_backward import SinkForm, backward_of
 from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
+from .bulk import copyable
 from .launch_backward import BackwardLauncher
+from .sums import FixedPointSums
 
 NOTHING: frozenset[Capture] = frozenset()
 
@@ -59,7 +59,7 @@ class FusedGradient:
         self.rewriting = rewritten(Posed(problem, program, target, "backward"))
         self.program = program  # of the whole, which PyTorch's tiles are of
         self._launchers: dict[Any, BackwardLauncher] = {}
-        self._summing: dict[frozenset[Capture], GradientProgram] = {}
+        self._summing: dict[frozenset[Capture], FixedPointSums] = {}
         self.fusable = fused_reads(self.rewriting.posed.program)
         self.by_head = None if program.sink is None else by_head(program.sink)
         self.of_sink = _read_by_sink(program, frozenset(self.fusable), packed=not problem.layout.is_dense)
@@ -77,7 +77,7 @@ class FusedGradient:
         form = (has_dlse, deterministic, summed, of_sinks)
         found = self._launchers.get(form)
         if found is None:
-            program = self.summing(summed) if summed else self.rewriting.posed.program
+            program = self.summing(summed).program if summed else self.rewriting.posed.program
             sinks = self._form_of_sinks() if of_sinks else None
             how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
             plans = backward_of(dataclasses.replace(self.rewriting.posed, program=program), **how)
@@ -88,12 +88,15 @@ class FusedGradient:
         of_heads = self.by_head
         return SinkForm(torch.float32, True) if of_heads is None else SinkForm(of_heads.tensor.dtype, False)
 
-    def summing(self, summed: frozenset[Capture]) -> GradientProgram:
-        """The program, with sums of these captured tensors."""
+    def summing(self, summed: frozenset[Capture]) -> FixedPointSums:
+        """Sums of these captured tensors."""
         found = self._summing.get(summed)
         if found is None:
-            reads = {c: reads for c, reads in self.fusable.items() if c in summed}
-            found = self._summing[summed] = GradientProgram(self.rewriting.posed.program, reads)
+            posed = self.rewriting.posed
+            program = GradientProgram(posed.program, {c: of for c, of in self.fusable.items() if c in summed})
+            lengths = posed.problem.q_len, posed.problem.kv_len  # whose positions the factors are of
+            found = FixedPointSums(program, self.program, self.problem, lengths, self.target, self.kernel_of)
+            self._summing[summed] = found
         return found
 
     def describe(self) -> str:
@@ -213,15 +216,11 @@ class FusedGradient:
         of_sinks: SinkGradient | None,
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
-        program = self.summing(summed)
-        at_call = dict(zip(self.program.captures, known.captured, strict=True))
-        known = known._replace(dout=known.dout.to(known.out.dtype))
-        units = self._units(program, known, sequences)
-        made = {program.units: units}
-        for c, total in program.totals.items():
-            made[total] = torch.zeros(max(1, at_call[c].numel()), dtype=torch.int64, device=known.q.device)
+        sums = self.summing(summed)
+        known = known._replace(dout=copyable(known.dout.to(known.out.dtype)))
+        made = sums.begun(known, sequences)
         grads = self._launched(known, scalars, sequences, summed, made, of_sinks)
-        return grads, {c: in_numbers(made[t], units[n], at_call[c]) for n, (c, t) in enumerate(program.totals.items())}
+        return grads, sums.gradients(made, known)
 
     def _values_of_sinks(self, known: BackwardInputs) -> SinkGradient:
         """Sinks as kernels read them, and memory for their gradient: by head, or fp32 by sequence and head."""
@@ -262,19 +261,6 @@ class FusedGradient:
         add_gradients(self.program.sink, self._at_sinks(known), by_sequence, totals)
         for c in asked:
             _add(found, c, totals[id(c.tensor)], given)
-
-    def _units(self, program: GradientProgram, known: BackwardInputs, sequences: Sequences) -> torch.Tensor:
-        """Units in 1 of each sum."""
-        q, v, dout, dlse = known.q, known.v, known.dout, known.dlse
-        reads = program.reads.values()
-        more = 1.0 if program.keep is None else 2.0 ** -math.ceil(math.log2(factor_of(program.keep)))
-        if sequences.cu_q is None or sequences.cu_k is None:
-            posed = self.rewriting.posed.problem  # whose positions the factors are of
-            return more * unit_counts(reads, dout, v, dlse, posed.q_len, posed.kv_len)
-        totals = q.shape[0], v.shape[0]
-        rows = rows_in_use(sequences.cu_q, sequences.used_q, totals[0])
-        keys = rows_in_use(sequences.cu_k, sequences.used_k, totals[1])
-        return more * unit_counts(reads, dout, v, dlse, *totals, rows, keys)
 
     def _streamed(
         self, known: BackwardInputs, wanted: list[bool], scalars: Sequence[float | int], sequences: Sequences

@@ -6,7 +6,6 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from .....primitives.delta import row_statistics
 from .....primitives.exponential import exp2
-from .....primitives.lanes import add, neighbours, over_lanes
 from .....primitives.padded_tiles import (
     PaddedTiles,
     claims_of,
@@ -16,8 +15,9 @@ from .....primitives.padded_tiles import (
 )
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
+from .....primitives.row_products import RowLanes
 from .....primitives.strip_rows import rows_of
-from .....primitives.values import aligned, choose, move, permuted
+from .....primitives.values import choose, permuted
 from ...planning.arguments import PreprocessArguments
 from ...planning.plan_backward import COUNTER, PreprocessPlan
 from ...tiles.architecture import Kernel
@@ -25,22 +25,18 @@ from ..chain import let_next_begin
 from .sink_sums import SinkSums
 
 THREADS = 512
-ELEMENTS = 8  # of a row, a thread and load: 16 bytes
 
 
 class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
 
-    `lanes` neighbouring threads share a row, 16 bytes each. Where sinks get a gradient, blocks leave shares of it.
+    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it.
     """
 
     arguments = PreprocessArguments
 
     def __init__(self, plan: PreprocessPlan):
-        self.plan, self.tiling = plan, plan.tiling
-        chunks = -(-plan.head_dim_v // ELEMENTS)
-        self.lanes = min(32, 1 << (chunks - 1).bit_length())
-        self.passes = -(-chunks // self.lanes)
+        self.plan, self.tiling, self.lanes = plan, plan.tiling, RowLanes(plan.head_dim_v)
 
     @cute.jit
     def __call__(self, stream, *arguments):
@@ -92,21 +88,18 @@ class Preprocess(Kernel):
         thread = cute.arch.thread_idx()[0]
         padded = PaddedTiles.of(sequence, b, self.tiling.tile_m)
         out, dout, lse, dlse = [None if t is None else sequence.head(t, head) for t in (out, dout, lse, dlse)]
-        member = thread % self.lanes
-        at_once = THREADS // self.lanes
+        lanes = self.lanes.lanes
+        at_once = THREADS // lanes
         rows = []
         for step in cutlass.range_constexpr(-(-self.tiling.tile_m // at_once)):
-            local = step * at_once + thread // self.lanes
+            local = step * at_once + thread // lanes
             of_tiles = tile * self.tiling.tile_m + local
             q = sequence.from_start(of_tiles)
             inside = sequence.has(q) & (local < self.tiling.tile_m)
-            product = Float32(0.0)
-            for chunk in cutlass.range_constexpr(self.passes):
-                column = (chunk * self.lanes + member) * ELEMENTS
-                product = product + _load_product(out, dout, q, column, inside & (column < self.plan.head_dim_v))
+            product = self.lanes.share(out, dout, q, inside)
             row_lse = _load_statistic(lse, q, inside, -Float32.inf)
             row_dlse = Float32(0.0) if dlse is None else _load_statistic(dlse, q, inside, Float32(0.0))
-            rows.append((of_tiles, (member == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
+            rows.append((of_tiles, (thread % lanes == 0) & (local < self.tiling.tile_m), row_lse, product, row_dlse))
         if const_expr(self.tiling.dq_begins == "before"):
             numbers = self.tiling.tile_m * self.tiling.d
             clear(dq_accum[padded.b, head, padded.first + tile, None], numbers, THREADS, thread)
@@ -115,27 +108,11 @@ class Preprocess(Kernel):
         share = Float32(0.0)
         for step in cutlass.range_constexpr(len(rows)):
             of_tiles, mine, row_lse, product, row_dlse = rows[step]
-            log2, delta = row_statistics(row_lse, over_lanes(add, product, neighbours(self.lanes)), row_dlse)
+            log2, delta = row_statistics(row_lse, self.lanes.whole(product), row_dlse)
             _store_if(mine, found, first + of_tiles, (log2, delta))
             if const_expr(sink is not None):  # 2^(sink - inf) is 0
                 share = share + choose(mine, exp2(sink - log2) * delta, Float32(0.0))
         return share
-
-
-def _load_product(out: cute.Tensor, dout: cute.Tensor, q: Int32, column: Int32, inside: Boolean) -> Float32:
-    """Products of one thread's elements of a row, summed; 0 where not `inside`."""
-    # no branch, so that the loads of all rows are under way at once: what lies outside reads the first row
-    q, column = choose(inside, q, 0), choose(inside, column, 0)
-    parts = []
-    for tensor in (out, dout):
-        row = tensor[q, None]
-        registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
-        move(cute.make_tensor(aligned(row.iterator + column), cute.make_layout(ELEMENTS)), registers)
-        parts.append(registers)
-    product = Float32(0.0)
-    for e in range(ELEMENTS):
-        product = product + parts[0][e].to(Float32) * parts[1][e].to(Float32)
-    return choose(inside, product, Float32(0.0))
 
 
 def _load_statistic(tensor: cute.Tensor, q: Int32, inside: Boolean, else_: Float32) -> Float32:

@@ -1,0 +1,84 @@
+"""Sums of gradients of captured tensors at a call: empty ones with their units before a backward, numbers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ....analysis.captured_gradient import GradientProgram, in_numbers
+from ....analysis.program import Program
+from ....call.autograd import BackwardInputs
+from ....call.problem import Problem
+from ....call.sequences import Sequences
+from ....graph.expr import Capture
+from ..planning.plan_units import UnitsPlan
+from ..tiles.target import Target
+from .bulk import copyable
+
+FOUND = 2  # numbers of 64 bits before the sums, for the kernel that finds units
+
+
+class FixedPointSums:
+    """What `program` sums in calls of one form of `calls`; kernels are made by `kernel_of` when first launched.
+
+    `lengths`: what positions of queries and keys of dense calls are below.
+    """
+
+    def __init__(
+        self,
+        program: GradientProgram,
+        calls: Program,
+        problem: Problem,
+        lengths: tuple[int, int],
+        target: Target,
+        kernel_of: Callable[[Any], Any],
+    ) -> None:
+        self.program, self.problem, self.lengths = program, problem, lengths
+        self.target, self.kernel_of = target, kernel_of
+        at_call = {c: n for n, c in enumerate(calls.captures)}
+        self._places = [at_call[c] for c in program.totals]
+        self._kernels: dict[bool, Any] = {}
+
+    def begun(self, known: BackwardInputs, sequences: Sequences) -> dict[Capture, torch.Tensor]:
+        """What the main kernel adds to, and its units.
+
+        Two operations on the device of q, the current one, which nobody waits for.
+        """
+        program, device = self.program, known.q.device
+        sizes = [FOUND, *[max(1, known.captured[n].numel()) for n in self._places]]
+        found, *totals = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
+        units = torch.empty(len(totals), dtype=torch.float32, device=device)
+        if known.q.numel() and known.k.numel():
+            self._find(units, found.view(torch.int32), known, sequences)
+        else:
+            units.fill_(1.0)
+        return {program.units: units, **dict(zip(program.totals.values(), totals, strict=True))}
+
+    def _find(self, units: torch.Tensor, found: torch.Tensor, known: BackwardInputs, sequences: Sequences) -> None:
+        dout, v, dlse = known.dout, copyable(known.v), known.dlse
+        lengths = self.lengths if self.problem.layout.is_dense else (dout.shape[0], v.shape[0])
+        bounds = self.program.bounds(dout.numel() // dout.shape[-1], *lengths)
+        rows_in_use = None if sequences.used_q is None else sequences.queries
+        keys_in_use = None if sequences.used_k is None else sequences.keys
+        find_units = self._kernels.get(dlse is not None) or self._kernel(dlse is not None)
+        find_units(dout, v, dlse, rows_in_use, keys_in_use, found, bounds, units)
+
+    def _kernel(self, has_dlse: bool) -> Any:
+        layout = self.problem.layout
+        plan = UnitsPlan(
+            target=self.target, dtype=self.problem.dtype, head_dim_v=self.problem.head_dim_v,
+            is_dense=layout.is_dense, used_q=layout.used_q, used_kv=layout.used_kv, has_dlse=has_dlse,
+            sums=len(self._places),
+        )  # fmt: skip
+        self._kernels[has_dlse] = found = self.kernel_of(plan)
+        return found
+
+    def gradients(
+        self, made: Mapping[Capture, torch.Tensor], known: BackwardInputs
+    ) -> dict[Capture, torch.Tensor | None]:
+        """Gradients of captured tensors, from what was `begun` and is full; an operation on the device for each."""
+        units = made[self.program.units].unbind()
+        sums = zip(self.program.totals.items(), units, self._places, strict=True)
+        return {c: in_numbers(made[total], unit, known.captured[n]) for (c, total), unit, n in sums}
