@@ -118,6 +118,11 @@ class Replay:
         self.device = results[0].device
         self.moving = [n for n, t in enumerate(inputs) if t is not None and n not in standing]
         self.memory = [_memory_like(inputs[n]) for n in self.moving]  # type: ignore[arg-type]
+        self._copies: dict[torch.dtype, tuple[list[T], list[int]]] = {}  # by type: torch copies one type in one launch
+        for n, memory in zip(self.moving, self.memory, strict=True):
+            memories, places = self._copies.setdefault(memory.dtype, ([], []))
+            memories.append(memory)
+            places.append(n)
         own = dict(zip(self.moving, self.memory, strict=True))
         read = [own.get(n, t) for n, t in enumerate(inputs)]
         standing_ones = [inputs[n] for n in standing]
@@ -142,8 +147,8 @@ class Replay:
         with turn_on(self.device):
             if self._stream() not in self._known:
                 self._meet_stream()
-            if self.memory:  # in one launch, where they are of one type
-                torch._foreach_copy_(self.memory, [inputs[n] for n in self.moving])  # type: ignore[misc]
+            for memories, places in self._copies.values():
+                torch._foreach_copy_(memories, [inputs[n] for n in places])  # type: ignore[misc]
             self.graph()
             self.runs += 1
             torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
