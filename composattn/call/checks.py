@@ -9,7 +9,7 @@ In use:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import TracebackType
 
 import torch
@@ -119,13 +119,13 @@ def check_contents(inputs: Inputs) -> None:
         check_pages(paged.page_table, paged.seqused, paged.page_size, k.shape[0])
 
 
-def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int) -> list[int]:
-    """The lengths that `offsets` say."""
+def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int | None) -> list[int]:
+    """The lengths that `offsets` say, of `total` rows if given."""
     at = offsets.tolist()
     if at[0] != 0:
         raise errors.OffsetsOutOfRange(f"{name} begins with {at[0]}; it must begin with 0: the running sums of lengths")
     lengths = _lengths_between(name, at)
-    if at[-1] != total:
+    if total is not None and at[-1] != total:
         raise errors.OffsetsOutOfRange(
             f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
             "with seqused 0"
@@ -148,12 +148,9 @@ def ranges(of: str, offsets: torch.Tensor, used: torch.Tensor | None, total: int
 
     Raises: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`.
     """
-    at, name = offsets.tolist(), f"cu_seqlens_{of}"
-    lengths = _lengths_between(name, at)
-    if at[0] < 0 or (total is not None and at[-1] > total):
-        raise errors.OffsetsOutOfRange(f"{name} goes from {at[0]} to {at[-1]}, and {of} has {total} rows")
+    lengths = _check_offsets(f"cu_seqlens_{of}", offsets, of, total)
     counts = _check_used(f"seqused_{of}", used, lengths)
-    return [slice(start, start + count) for start, count in zip(at, counts, strict=False)]
+    return [slice(start, start + count) for start, count in zip(accumulate(lengths, initial=0), counts, strict=False)]
 
 
 def _check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> list[int]:

@@ -36,8 +36,8 @@ class Varlen:
         and zero gradients, whatever they hold. To pad the total, add a last sequence of the padding, with seqused 0.
     max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if you know them; results never depend on them.
 
-    New lengths never recompile, and nothing here waits for the device. Contents are checked under
-    `composattn.debug_checks(True)`.
+    New lengths never recompile, and nothing here waits for the device. Kernels don't look at contents; backends in
+    PyTorch, which read them anyway, refuse wrong ones, and all do under `composattn.debug_checks(True)`.
 
     Raises: `NotATensor`, `UnsupportedIndexDType`, `WrongRank`, `ShapeMismatch`, `UnsupportedLayout`, `DeviceMismatch`,
     `InvalidLength`.

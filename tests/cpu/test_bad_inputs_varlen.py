@@ -217,6 +217,9 @@ def test_pages_that_are_not_there_are_named_where_the_host_reads_them_anyway(kin
         (errors.OffsetsNotMonotone, ca.Varlen(CU, int32(0, 5, 3, 8))),
         (errors.OffsetsOutOfRange, ca.Varlen(int32(-1, 3, 3, 8))),
         (errors.OffsetsOutOfRange, ca.Varlen(int32(0, 3, 3, 9))),
+        (errors.OffsetsOutOfRange, ca.Varlen(int32(0, 3, 3, 7))),
+        (errors.OffsetsOutOfRange, ca.Varlen(int32(1, 3, 4, 8))),  # lengths, where their sums were meant
+        (errors.OffsetsOutOfRange, ca.Varlen(CU, int32(0, 3, 3, 7))),
         (errors.UsedOutOfRange, ca.Varlen(CU, seqused_q=int32(3, 0, 7))),
         (errors.UsedOutOfRange, ca.Varlen(CU, seqused_k=int32(-1, 0, 1))),
     ],
@@ -230,8 +233,11 @@ def test_offsets_that_say_nothing_are_named_where_the_host_reads_them_anyway(
 
 def test_compiled_code_checks_contents_when_it_runs() -> None:
     attend = torch.compile(lambda q, k, v, varlen: ATTEND(q, k, v, varlen=varlen), fullgraph=True, backend="eager")
-    attend(*rows(), ca.Varlen(int32(1, 3, 3, 8)))
-    with ca.debug_checks(), pytest.raises(errors.OffsetsOutOfRange):
+    too_low = ca.Varlen(CU, max_seqlen_q=4)
+    attend(*rows(), too_low)
+    with ca.debug_checks(), pytest.raises(errors.MaximumExceeded):
+        attend(*rows(), too_low)
+    with pytest.raises(errors.OffsetsOutOfRange):
         attend(*rows(), ca.Varlen(int32(1, 3, 3, 8)))
 
 
