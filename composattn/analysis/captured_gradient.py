@@ -157,9 +157,14 @@ class GradientProgram(Program):
         slopes = [sum([r.bound(q_len, kv_len) for r in group]) for group in self.reads.values()]
         return tuple([max(slope, 1e-6) * rows * kept for slope in slopes])
 
+    @property
+    def made(self) -> tuple[Capture, ...]:
+        """What is made for a call, behind all that it captures."""
+        return *self.totals.values(), self.units
+
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
-        return (*super().captures, *self.totals.values(), self.units)
+        return (*super().captures, *self.made)
 
 
 def in_numbers(total: torch.Tensor, units: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import composattn as ca
+from benchmarks.host_work import without_kernels
 from composattn.analysis.captured_gradient import GradientProgram, Pattern, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends import reference
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.running.emulated import EmulatedCall
+from composattn.backends.fused.running.emulated import EmulatedCall, EmulatedKernel
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.autograd import BackwardInputs
 from composattn.call.problem import Problem
@@ -121,6 +122,22 @@ def test_emulated_captured_gradients_match_fp64(mods: str, shape: str, generator
     for got, want, size in zip(found[3:], wanted[3:], sizes[3:], strict=True):
         # P and dP come from rounded inputs: what a bf16 computation carries
         assert float((got.double() - want.double()).norm()) <= 4 * torch.finfo(dtype).eps * size
+
+
+def test_gradients_of_known_forms_are_those_of_the_first_call(generator: torch.Generator) -> None:
+    table, bias = (torch.randn(2, 401, generator=generator).requires_grad_() for _ in range(2))
+    inputs = [outlier_normal(1, 2, 70, 64, generator=generator, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+    dout = torch.randn(1, 2, 70, 64, generator=generator).bfloat16()
+
+    def gradients(*learned: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out: Any = ca.attention(*inputs, score_mod=lambda s, b, h, q, kv: s + table[h, q - kv + 200] + bias[h, kv])
+        return torch.autograd.grad(out, (*inputs, *learned), dout)
+
+    with without_kernels(EmulatedKernel):
+        first = gradients(table, bias)
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(table, bias)[3:], first[3:]))
+            assert torch.equal(gradients(bias)[3], first[4])
 
 
 SPILLING = [

@@ -13,7 +13,6 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.running.emulated import EmulatedKernel
 from composattn.backends.fused.running.sums import FixedPointSums
 from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, Target
-from composattn.call.autograd import BackwardInputs
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences, Varlen
 from composattn.mods.score import Score
@@ -48,13 +47,10 @@ class Case:
     def units(self) -> torch.Tensor:
         problem = Problem.of(self.dout, self.v, self.v, varlen=self.varlen)
         sequences = NO_SEQUENCES if self.varlen is None else Sequences.of(self.varlen, None)
-        nothing: Any = None
-        tables = [c.tensor for c in PROGRAM.captures]
-        known = BackwardInputs(self.dout, self.v, self.v, self.dout, nothing, self.dout, self.dlse, tables, (), False)
         sums = FixedPointSums(self.program, PROGRAM, problem, (300, 200), self.target, EmulatedKernel)
-        made = sums.begun(known, sequences)
-        assert all(not made[total].any() for total in self.program.totals.values())
-        return made[self.program.units]
+        *totals, units = sums.begun(self.dout, self.v, self.dlse, [c.tensor for c in PROGRAM.captures], sequences)
+        assert not any(total.any() for total in totals)
+        return units
 
     def largest(self) -> list[float]:
         """What the sums can't be above."""

@@ -51,12 +51,19 @@ LIE = pytest.mark.parametrize("as_view", [False, True], ids=["contiguous", "view
 @pytest.mark.usefixtures("given")
 def test_from_the_second_step_on_nothing_takes_the_long_way(as_view: bool, long_ways: list[int]) -> None:
     q, k, v = rows(4, as_view=as_view), rows(2, as_view=as_view), rows(2, as_view=as_view)
-    slopes = torch.rand(4)
-    for mods in ({}, {"mask_mod": causal()}, {"score_mod": alibi(slopes)}, {"sinks": torch.rand(4).requires_grad_()}):
-        learned = (q, k, v, *([mods["sinks"]] if "sinks" in mods else []))
+    slopes, sinks, learning = torch.rand(4), torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_()
+    cases: list[tuple[dict[str, Any], list[torch.Tensor]]] = [
+        ({}, []),
+        ({"mask_mod": causal()}, []),
+        ({"score_mod": alibi(slopes)}, []),
+        ({"sinks": sinks}, [sinks]),
+        ({"score_mod": alibi(learning)}, [learning]),
+    ]
+    for mods, learned in cases:
         for step in range(3):
             long_ways.clear()
-            torch.autograd.grad(ca.attention(q, k, v, **mods), learned, torch.randn_like(q))  # type: ignore[arg-type]
+            out: Any = ca.attention(q, k, v, **mods)
+            torch.autograd.grad(out, (q, k, v, *learned), torch.randn_like(q))
             assert bool(long_ways) == (step == 0)
 
 

@@ -14,36 +14,50 @@ import torch
 from torch.autograd import profiler
 
 from ....analysis.streams import device_number, has_streams, is_captured
-from ....call.autograd import Gradients
+from ....call.autograd import Grads
 from ....graph.borrowed import Borrowed
-from .backward_kernels import SinkGradient
+from .gradient import FusedGradient
 from .launch_backward import NO_TABLES, BackwardLauncher
 from .scratch import kept
+from .sums import FixedPointSums
 
 Memory = Callable[[torch.Tensor], torch.Tensor]
-BoundBackward = Callable[..., Gradients | None]
+BoundBackward = Callable[..., Grads | None]
 
 
 def bound_backward(
-    launcher: BackwardLauncher, q: torch.Tensor, like: Sequence[Memory], scale: float
+    gradient: FusedGradient, of_captured: Sequence[bool], q: torch.Tensor, like: Sequence[Memory]
 ) -> BoundBackward | None:
-    """What launches the kernels of `launcher` for tensors of one form, which it has just had, if it can.
+    """What launches the kernels of a backward for tensors of one form, which was just had, if it can.
 
-    q: of that form; `like`: make memory for the gradients of q, k, v.
-    The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, what it borrowed if
-    that stands, and sinks with memory for their gradient. It gives None where it can't serve: on another device, while
-    a CUDA graph is recorded, and where tables have to be made again.
+    `of_captured`: which captured tensors want a gradient; q: of that form; `like`: make memory for the gradients of q,
+    k, v. The function takes q, k, v, out, lse, dout, the captured tensors and numbers of the call, and what it borrowed
+    if that stands; it gives all gradients. It gives None where it can't serve: on another device, while a CUDA graph is
+    recorded, and where tables have to be made again.
     """
-    reads, standing, sizes = launcher.reads, launcher.standing, launcher.sizes
-    if sizes is None or sizes.of != q.shape or sizes.scratch is None:
+    launcher, sums = gradient.before(of_captured)
+    if launcher is None or not _is_bindable(launcher, q, sums):
         return None
-    if standing is None and not (launcher.reads_nothing or launcher.reads_captured_alone):
-        return None
+    run = _launching(gradient, launcher, of_captured, q, like)
+    return run if sums is None else _summing(run, sums, _device_of(q))
+
+
+def _launching(
+    gradient: FusedGradient,
+    launcher: BackwardLauncher,
+    of_captured: Sequence[bool],
+    q: torch.Tensor,
+    like: Sequence[Memory],
+) -> BoundBackward:
+    """What launches the kernels, with gradients of sinks where these alone are learned."""
+    reads, standing, sizes, scale = launcher.reads, launcher.standing, launcher.sizes, gradient.scale
+    assert sizes is not None and sizes.scratch is not None
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     launches, turns_of = (launcher.launch, launcher.launch_in_range), sizes.turns  # the second one for profiles
     like_q, like_k, like_v = like
     taken, number = sizes.scratch.taken, sizes.scratch.number
-    device = device_number(q.device) if has_streams(q.device) else None
+    device, none = _device_of(q), (None,) * len(of_captured)
+    learns_sinks = launcher.plans.preprocess.sinks is not None
 
     def run(
         q: torch.Tensor,
@@ -55,8 +69,7 @@ def bound_backward(
         captured: Sequence[torch.Tensor],
         numbers: Sequence[float | int],
         borrowed: Borrowed | None,
-        of_sinks: SinkGradient | None,
-    ) -> Gradients | None:
+    ) -> Grads | None:
         stream = None
         if device is not None:
             if device != torch._C._cuda_getDevice():
@@ -69,6 +82,7 @@ def bound_backward(
             tables = standing.found(borrowed, stream)
             if tables is None:
                 return None
+        of_sinks, learned = gradient.memory_of_sinks(captured) if learns_sinks else (None, none)
         if nothing:
             captured = ()
         elif has_numbers:
@@ -83,6 +97,47 @@ def bound_backward(
         launch(tensors, scale, captured, numbers, None, tables, memory, turns_of, of_sinks)
         if place is not None:
             kept[place] = memory
-        return dq, dk, dv
+        return dq, dk, dv, *learned
 
     return run
+
+
+def _summing(run: BoundBackward, sums: FixedPointSums, device: int | None) -> BoundBackward:
+    """`run`, whose kernels add to these sums, and behind it their gradients of captured tensors."""
+
+    def run_and_sum(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        captured: Sequence[torch.Tensor],
+        *others: Any,
+    ) -> Grads | None:
+        if device is not None:  # asked before anything is launched
+            current = torch._C._cuda_getDevice()
+            if device != current or is_captured(torch._C._cuda_getCurrentRawStream(device)):
+                return None
+        made = sums.begun(dout, v, None, captured)
+        found = run(q, k, v, out, lse, dout, (*captured, *made), *others)
+        return None if found is None else (*found[:3], *sums.gradients(made, captured))
+
+    return run_and_sum
+
+
+def _device_of(q: torch.Tensor) -> int | None:
+    """Its number; None where it has no streams."""
+    return device_number(q.device) if has_streams(q.device) else None
+
+
+def _is_bindable(launcher: BackwardLauncher, q: torch.Tensor, sums: FixedPointSums | None) -> bool:
+    """Whether all that it reads and makes is known from the form of q, or stands until somebody writes to it."""
+    sizes = launcher.sizes
+    if sizes is None or sizes.of != q.shape or sizes.scratch is None:
+        return False
+    if sums is not None:
+        reads = launcher.reads
+        alone = tuple(reads.captured) == (*reads.program.captures, *sums.program.made)
+        return alone and not (reads.derived or reads.has_numbers or launcher.has_tables)
+    return launcher.standing is not None or launcher.reads_nothing or launcher.reads_captured_alone

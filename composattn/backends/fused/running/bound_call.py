@@ -1,7 +1,7 @@
 """Dense calls of one form of inputs, of which all is known: what is left of a call is memory and its launches.
 
 So are calls that ask for their output alone, where bulk copies can read q, k and v as they are. What asks for more
-(LSE, gradients that kernels sum, create_graph, a gradient of a form that was not seen before) takes the way of
+(LSE, gradients that no kernel sums, create_graph, a gradient of a form that was not seen before) takes the way of
 `composattn.backends.fused.running.call`, which looks at everything anew.
 """
 
@@ -16,13 +16,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from ....analysis.graphs import numbers_now
-from ....call.autograd import Grads, gradients_of
+from ....call.autograd import gradients_of
 from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered
 from ....graph.borrowed import Borrowed
 from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
-from .backward_kernels import SinkGradient
 from .bound_backward import BoundBackward, Memory, bound_backward
 from .bulk import tidy
 from .kernels import FusedKernels
@@ -122,9 +121,8 @@ class BoundCall:
     def learn_backward(self, asked: Any, of_captured: Sequence[bool], q: torch.Tensor) -> None:
         """From now on a backward that asks for this takes the fast path, if it can: it was just had the long way."""
         gradient = self.call.known_gradient
-        launcher = None if gradient is None else gradient.launcher_before(False, of_captured)
         _, *like = self.made
-        self.backwards[asked] = None if launcher is None else bound_backward(launcher, q, like, self.call.scale)
+        self.backwards[asked] = None if gradient is None else bound_backward(gradient, of_captured, q, like)
 
 
 def _made(call: FusedKernels, asked: tuple[bool, bool], borrowed: Borrowed | None) -> ForwardLauncher:
@@ -185,16 +183,9 @@ class _BoundAttention(torch.autograd.Function):
             dout = dout.resolve_neg()
             bound.learn(dout)
         elif run := bound.backwards.get(asked):
-            of_sinks: SinkGradient | None = None
-            of_learned: Grads = ()
-            if of_captured:
-                of_learned = (None,) * len(captured)
-                if True in of_captured:
-                    of_sinks, of_learned = call.gradient.memory_of_sinks(captured)
-            standing = borrowed if stands else None
-            found = run(q, k, v, out, lse, dout, captured, numbers, standing, of_sinks)
+            found = run(q, k, v, out, lse, dout, captured, numbers, borrowed if stands else None)
             if found is not None:
-                return (None, *found, *of_learned)
+                return (None, *found)
         begun, wanted = call.begun(captured, numbers, borrowed), ctx.needs_input_grad[1:]
         if tensors is None:
             of_all = gradients_of(begun, wanted, saved, dout, None)

@@ -137,6 +137,14 @@ class FusedGradient:
             return None
         return self._launchers.get((has_dlse, self.deterministic(), NOTHING, True in of_captured))
 
+    def before(self, of_captured: Sequence[bool]) -> tuple[BackwardLauncher | None, FixedPointSums | None]:
+        """The kernels of such a backward of out alone, and what they sum, if there was one that serves it all."""
+        launcher = self.launcher_before(False, of_captured)
+        wanted = frozenset(compress(self.program.captures, of_captured))
+        if launcher is not None or not wanted.isdisjoint(self.of_sink):
+            return launcher, None
+        return self._launchers.get((False, self.deterministic(), wanted, False)), self._summing.get(wanted)
+
     def memory_of_sinks(self, captured: Sequence[torch.Tensor]) -> tuple[SinkGradient, Grads]:
         """The sinks and their gradient's memory, where they alone want one, and that among those of `captured`."""
         at = self._sinks_alone.index(True)
@@ -216,11 +224,16 @@ class FusedGradient:
         of_sinks: SinkGradient | None,
     ) -> tuple[Grads, dict[Capture, torch.Tensor | None]]:
         """(dq, dk, dv), and the gradients of `summed`."""
+        if known.q.is_cuda and known.q.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(known.q.device):
+                return self._summed(known, scalars, sequences, summed, of_sinks)
         sums = self.summing(summed)
         known = known._replace(dout=copyable(known.dout.to(known.out.dtype)))
-        made = sums.begun(known, sequences)
+        begun = sums.begun(known.dout, copyable(known.v), known.dlse, known.captured, sequences)
+        made = dict(zip(sums.program.made, begun, strict=True))
         grads = self._launched(known, scalars, sequences, summed, made, of_sinks)
-        return grads, sums.gradients(made, known)
+        found = zip(self.program.captures, sums.gradients(begun, known.captured), strict=True)
+        return grads, {c: t for c, t in found if t is not None}
 
     def _values_of_sinks(self, known: BackwardInputs) -> SinkGradient:
         """Sinks as kernels read them, and memory for their gradient: by head, or fp32 by sequence and head."""

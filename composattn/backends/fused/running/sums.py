@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ....analysis.captured_gradient import GradientProgram, in_numbers
 from ....analysis.program import Program
-from ....call.autograd import BackwardInputs
+from ....call.autograd import Grads
 from ....call.problem import Problem
-from ....call.sequences import Sequences
-from ....graph.expr import Capture
+from ....call.sequences import NO_SEQUENCES, Sequences
 from ..planning.plan_units import UnitsPlan
 from ..tiles.target import Target
-from .bulk import copyable
 
 FOUND = 2  # numbers of 64 bits before the sums, for the kernel that finds units
 
@@ -41,23 +39,36 @@ class FixedPointSums:
         self._places = [at_call[c] for c in program.totals]
         self._kernels: dict[bool, Any] = {}
 
-    def begun(self, known: BackwardInputs, sequences: Sequences) -> dict[Capture, torch.Tensor]:
-        """What the main kernel adds to, and its units.
+    def begun(
+        self,
+        dout: torch.Tensor,
+        v: torch.Tensor,
+        dlse: torch.Tensor | None,
+        captured: Sequence[torch.Tensor],
+        sequences: Sequences = NO_SEQUENCES,
+    ) -> tuple[torch.Tensor, ...]:
+        """What the main kernel adds to, and behind it their units; bulk copies can read dO and V.
 
-        Two operations on the device of q, the current one, which nobody waits for.
+        Two operations on their device, the current one, which nobody waits for.
         """
-        program, device = self.program, known.q.device
-        sizes = [FOUND, *[max(1, known.captured[n].numel()) for n in self._places]]
-        found, *totals = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
-        units = torch.empty(len(totals), dtype=torch.float32, device=device)
-        if known.q.numel() and known.k.numel():
-            self._find(units, found.view(torch.int32), known, sequences)
+        sizes = [FOUND, *[max(1, captured[n].numel()) for n in self._places]]
+        found, *totals = torch.zeros(sum(sizes), dtype=torch.int64, device=v.device).split_with_sizes(sizes)
+        units = torch.empty(len(totals), dtype=torch.float32, device=v.device)
+        if dout.numel() and v.numel():
+            self._find(units, found.view(torch.int32), dout, v, dlse, sequences)
         else:
             units.fill_(1.0)
-        return {program.units: units, **dict(zip(program.totals.values(), totals, strict=True))}
+        return *totals, units
 
-    def _find(self, units: torch.Tensor, found: torch.Tensor, known: BackwardInputs, sequences: Sequences) -> None:
-        dout, v, dlse = known.dout, copyable(known.v), known.dlse
+    def _find(
+        self,
+        units: torch.Tensor,
+        found: torch.Tensor,
+        dout: torch.Tensor,
+        v: torch.Tensor,
+        dlse: torch.Tensor | None,
+        sequences: Sequences,
+    ) -> None:
         lengths = self.lengths if self.problem.layout.is_dense else (dout.shape[0], v.shape[0])
         bounds = self.program.bounds(dout.numel() // dout.shape[-1], *lengths)
         rows_in_use = None if sequences.used_q is None else sequences.queries
@@ -75,10 +86,13 @@ class FixedPointSums:
         self._kernels[has_dlse] = found = self.kernel_of(plan)
         return found
 
-    def gradients(
-        self, made: Mapping[Capture, torch.Tensor], known: BackwardInputs
-    ) -> dict[Capture, torch.Tensor | None]:
-        """Gradients of captured tensors, from what was `begun` and is full; an operation on the device for each."""
-        units = made[self.program.units].unbind()
-        sums = zip(self.program.totals.items(), units, self._places, strict=True)
-        return {c: in_numbers(made[total], unit, known.captured[n]) for (c, total), unit, n in sums}
+    def gradients(self, made: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> Grads:
+        """Gradients of the captured tensors of a call, from what was `begun` and is full; None of others.
+
+        An operation on the device for each.
+        """
+        *totals, units = made
+        grads: list[torch.Tensor | None] = [None] * len(captured)
+        for n, total, unit in zip(self._places, totals, units.unbind(), strict=True):
+            grads[n] = in_numbers(total, unit, captured[n])
+        return tuple(grads)
