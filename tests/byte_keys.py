@@ -11,7 +11,6 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
-from composattn.backends.hopper.byte_tiling import ByteTiling
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.backends.hopper.wide_tiling import WideTiling
 from composattn.call.problem import Problem
@@ -38,6 +37,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
     """By name a call and its options: some `n` queries and keys where there are many."""
     how: dict[str, Any] = {"heads": 4, "kv_heads": 2, "device": device}
     bf16, fp16 = {**how, "dtype": torch.bfloat16}, {**how, "dtype": torch.float16}
+    many = {**bf16, "heads": 32, "kv_heads": 1}
 
     def of_seventy() -> torch.Tensor:
         return (torch.arange(n) // 70).to(device)
@@ -62,6 +62,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "D 320, scales of rows, e5m2": lambda: (dense(5, 320, E5M2, scales=((2, 2, n, 1),) * 2, **last), {}),
         "causal, D 128": lambda: (dense(n, 128, scales=((2, 2), (2, 2)), mask_mod=causal()), {}),
         "scales of rows, D 128": lambda: (dense(n, 128, scales=((2, 2, n, 1),) * 2, mask_mod=causal()), {}),
+        "many rows of a key, scales of rows": lambda: (dense(70, 128, of=many, scales=((2, 1, n, 1),) * 2), {}),
         "alibi, D 96": lambda: (dense(n, 96, score_mod=alibi(4), mask_mod=causal()), {}),
         "a soft cap, D 192 and 128": lambda: (dense(n, 192, E5M2, v_dim=128, score_mod=softcap(5.0)), {}),
         "a window, D 64": lambda: (dense(n, 64, mask_mod=causal() & sliding_window(100)), {}),
@@ -75,7 +76,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
 
 @contextlib.contextmanager
 def tiles_of_bytes() -> Iterator[None]:
-    """Inside, Hopper's calls of 16 bits have the tiles of the call before them that had k and v of 8 bits.
+    """Inside, Hopper's calls of 16 bits have the tiles of the call before them, that with k and v of 8 bits.
 
     Kept plans are neither taken from outside nor left there.
     """
@@ -86,9 +87,9 @@ def tiles_of_bytes() -> Iterator[None]:
             chosen.append(hopper.forward_tiling(problem, *others))
             return chosen[-1]
         if not chosen:  # many queries: 8 bits are widened before the kernel, which takes 16
-            return hopper.forward_tiling(problem, *others)
+            chosen.append(hopper.forward_tiling(problem, *others))
         of_bytes = chosen[-1]
-        kind = HopperTiling if isinstance(of_bytes, ByteTiling) else WideTiling
+        kind = HopperTiling if isinstance(of_bytes, HopperTiling) else WideTiling
         return kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)})
 
     _forget_plans()
