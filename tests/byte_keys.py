@@ -11,6 +11,7 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.hopper.byte_tiling import ByteTiling
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.backends.hopper.wide_tiling import WideTiling
 from composattn.call.problem import Problem
@@ -78,13 +79,15 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
 def tiles_of_bytes() -> Iterator[None]:
     """Inside, Hopper's calls of 16 bits have the tiles of the call before them, that with k and v of 8 bits.
 
-    Kept plans are neither taken from outside nor left there.
+    Those multiply in q's type, however few its rows are. Kept plans are neither taken from outside nor left there.
     """
     hopper, chosen = ARCHITECTURES["hopper"], []
 
     def choose(problem: Problem, *others: Any) -> Any:
         if problem.narrow is not None:
-            chosen.append(hopper.forward_tiling(problem, *others))
+            tiling = hopper.forward_tiling(problem, *others)
+            in_own_type = {"scales_queries": False} if isinstance(tiling, ByteTiling) else {}
+            chosen.append(dataclasses.replace(tiling, **in_own_type))
             return chosen[-1]
         if not chosen:  # many queries: 8 bits are widened before the kernel, which takes 16
             chosen.append(hopper.forward_tiling(problem, *others))

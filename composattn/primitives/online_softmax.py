@@ -247,6 +247,8 @@ class OnlineSoftmax(Fixed):
             return None
         largest = exp2(cm.fma(self.maximum[r], self.scale, -self.scaled_shift[r]))
         rounding = largest.to(self.factors).to(Float32) - largest
+        if self.offset:
+            rounding = rounding * 2.0**-self.offset
         return choose(largest < Float32.inf, rounding, Float32(0.0))  # NaN has none either
 
     @staticmethod

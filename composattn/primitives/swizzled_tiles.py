@@ -43,5 +43,16 @@ def at_column(row: Any, column: Any, rows: int, columns: int) -> Any:
 
 def put_words(address: Int32, words) -> None:
     """Four words to 16 bytes of shared memory."""
+    cute.autovec_copy(words, _words_at(address))
+
+
+def get_words(address: Int32) -> cute.Tensor:
+    """Four words from 16 bytes of shared memory."""
+    words = cute.make_rmem_tensor(4, Int32)
+    cute.autovec_copy(_words_at(address), words)
+    return words
+
+
+def _words_at(address: Int32) -> cute.Tensor:
     place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(4)))
+    return cute.make_tensor(place, cute.make_layout(4))

@@ -51,6 +51,45 @@ def test_each_finite_code_is_the_number_it_stands_for(kind: torch.dtype, dtype: 
     assert torch.equal(out.float().flatten(), codes.float())
 
 
+def test_few_queries_of_bf16_have_no_larger_error_than_on_16_bit_keys() -> None:
+    """Rows from 2^-20 to 2^20 times as large as others, and one whose first number is 2^40 times the next one."""
+    q, k, v = (torch.randn(1, heads, n, 128) for heads, n in ((8, 1), (1, 200), (1, 200)))
+    sizes = 2.0 ** torch.tensor([-20.0, -10, -5, 0, 0, 5, 10, 20]).view(1, 8, 1, 1)
+    q[:, 3, :, 1:], k[..., 0] = q[:, 3, :, 1:] * 2.0**-40, 0.0
+    q = (q * sizes).bfloat16()
+    k, v = k.to(E4M3), (v + 1.0).to(E4M3)
+    assert "products of fp16" in str(ca.Attention(backend=HOPPER).explain(q, k, v))
+    scores = q.double() @ k.double().mT * 2.0**-3
+    exact, exact_lse = torch.softmax(scores, -1) @ v.double(), torch.logsumexp(scores, -1)
+    for shift in (0, 60, -60):
+        of_bytes, of_bf16 = (
+            ca.attention(q * 2.0**shift, *given, scale=2.0 ** (-3 - shift), backend=HOPPER, return_lse=True)
+            for given in ((k, v), (k.bfloat16(), v.bfloat16()))
+        )
+        errors = [(out.double() - exact).abs().amax((0, 2, 3)) for out, _ in (of_bytes, of_bf16)]
+        assert (errors[0] <= errors[1] + 2.0**-9 * exact.abs().amax()).all()
+        assert ((of_bytes[1].double() - exact_lse).abs() <= 1e-6 * (1 + exact_lse.abs())).all()
+
+
+def test_queries_that_are_no_numbers_make_none() -> None:
+    q, k = torch.randn(1, 4, 1, 128).bfloat16(), torch.randn(1, 1, 200, 128).to(E4M3)
+    q[0, 0], q[0, 1, 0, 5], q[0, 2, 0, 5] = 0.0, torch.inf, torch.nan
+    out = ca.attention(q, k, k, backend=HOPPER)
+    assert out[0, 1:3].isnan().all()
+    assert out[0, [0, 3]].isfinite().all()
+
+
+def test_small_weights_of_many_keys_are_not_lost() -> None:
+    """One key has 2^26 times the weight of 512 others, whose values are as much larger: fp16 ends at 2^-24."""
+    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 513, 64), torch.full((1, 1, 513, 64), 448.0)
+    q[..., 0], k[..., 0, 0], v[..., 0, :] = 1.0, 8.0, 2.0**-9
+    q, k, v = q.bfloat16(), k.to(E4M3), v.to(E4M3)
+    scale = 26 / 8 / 1.4426950408889634
+    exact = torch.softmax(q.double() @ k.double().mT * scale, -1) @ v.double()
+    out = ca.attention(q, k, v, scale=scale, backend=HOPPER)
+    assert ((out - exact).abs() <= 2.0**-8 * exact).all()
+
+
 def test_a_plan_says_what_comes_as_bytes() -> None:
     q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 4096, 128).to(E4M3)
     said = str(ca.Attention(backend=HOPPER).explain(q, k, k))

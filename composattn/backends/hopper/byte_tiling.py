@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from .tiling import EVEN_STAGES, HopperTiling, Registers, registers_for
 
 OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
+LARGEST = 65504.0  # of fp16
 CONVERTERS = 3  # of each warpgroup, where D is above 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTiling(HopperTiling):
-    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`."""
+    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`.
+
+    `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
+    """
 
     byte_stages: int
+    scales_queries: bool = False
+
+    @property
+    def offset(self) -> float:
+        """As large as fp16 holds where maxima lag: bf16 has smaller numbers."""
+        return float(math.floor(math.log2(LARGEST) - self.threshold.most)) if self.scales_queries else 0.0
 
     @property
     def step(self) -> str:
@@ -33,6 +44,8 @@ class ByteTiling(HopperTiling):
     def describe(self) -> dict[str, str]:
         said = super().describe()
         bytes_of = f"{OF_KEYS + OF_VALUES} warps make 16 bits of {self.byte_stages} stages of bytes; "
+        if self.scales_queries:
+            said["sums"] = f"of products of fp16; rows of q times powers of two, P times 2^{self.offset:g}"
         return {**said, "roles": bytes_of + said["roles"]}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import time_of
@@ -57,9 +59,11 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     stays = Scheduler.STRIDE if persistent else Scheduler.ONE_TILE
     room = facts.target.shared_memory // cut.blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     stage = 2 * cut.keys * (d + dv)
-    most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
+    of_bytes: dict[str, Any] = {}
+    most = cut.stages or BYTES_ON_THE_WAY // stage
     if facts.of_bytes:  # two stages that are multiplied; what is on its way are bytes
         most, of_bytes["byte_stages"] = 2, min(most, (room - 2 * stage) // (cut.keys * (d + dv)))
+        of_bytes["scales_queries"] = _scales_queries(facts)
     # of packed sequences tensors say how many rows there are
     eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
     return facts.tiling(
@@ -72,3 +76,11 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
         eight_rows=eight,
         **of_bytes,
     )
+
+
+def _scales_queries(facts: Facts) -> bool:
+    """Whether fp16 is multiplied for bf16. Not weights that have scales of keys, which may be too large for it; and
+    rows of a batch-invariant call have the bits that they have among many queries.
+    """
+    is_wide = facts.problem.types.q is torch.bfloat16
+    return is_wide and not (facts.keys_in_order or weighs_keys(facts.program))

@@ -302,7 +302,11 @@ class HopperForwardProducts(WarpgroupProducts):
     def get_queries(self, resident: cute.Tensor | None, slot, thread) -> None:
         """Fills them."""
         if resident is not None:
-            get(self.resident_qk, resident, self.sQ[None, None, _stage(slot, self.q_stages)], thread)
+            get(self.resident_qk, resident, self.stage_of_queries(slot), thread)
+
+    def stage_of_queries(self, slot) -> cute.Tensor:
+        """(64, D) of them in shared memory."""
+        return self.sQ[None, None, _stage(slot, self.q_stages)]
 
     def issue_scores(self, q_slot, k_slot, resident: cute.Tensor | None) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)

@@ -4,22 +4,22 @@ import abc
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float16
 
 from ...primitives.dequantise import Bytes, byte_layout
 from ...primitives.pipelines import Copies, Edge, Warps
-from ...primitives.values import permuted
 from ..fused.kernels.forward import KeyCopies, Role
 from ..fused.kernels.registers.group_rows import RowLoad
-from .byte_tiling import OF_KEYS, OF_VALUES
+from .byte_tiling import OF_KEYS, OF_VALUES, ByteTiling
 from .forward import (
     BlockWithOnes,
     HopperForward,
     HopperForwardBlock,
     HopperForwardGuessing,
-    HopperForwardProducts,
 )
-from .tiling import launched_registers
-from .wgmma import WARPGROUP, ColumnParts
+from .part_products import PartProducts
+from .scaled_queries import ScaledProducts
+from .wgmma import WARPGROUP
 
 
 class OfBytes(HopperForward):
@@ -35,10 +35,16 @@ class OfBytes(HopperForward):
     """
 
     copying = 8
+    tiling: ByteTiling
 
     def __init__(self, plan):
         super().__init__(plan)
         self.threads = (plan.tiling.warpgroups + 2) * WARPGROUP
+
+    @property
+    def multiplied(self):
+        """The type of all that is multiplied."""
+        return Float16 if self.tiling.scales_queries else self.dtype
 
     def key_layout(self, rows, columns):
         return byte_layout(rows, columns)
@@ -47,7 +53,9 @@ class OfBytes(HopperForward):
         return ByteBlock(self, call)
 
     def products(self, block, number):
-        return PartProducts(self.tiling, block, number)
+        if self.multiplied is self.dtype:
+            return PartProducts(self.tiling, block, number)
+        return ScaledProducts(self.tiling, block, number, self.fragment.rows)
 
     @cute.jit
     def copy(self, call, block, warp):
@@ -78,8 +86,13 @@ class ByteBlock(HopperForwardBlock):
     listeners = OF_KEYS + OF_VALUES
 
     def __init__(self, kernel, call):
-        self.key_types = kernel.key_types
-        super().__init__(kernel.tiling, kernel.dtype, kernel.out_dtype, call)
+        self.key_types, self.copied = kernel.key_types, kernel.dtype
+        super().__init__(kernel.tiling, kernel.multiplied, kernel.out_dtype, call)
+
+    def queries(self, group, slot):
+        """As they are copied."""
+        tile = super().queries(group, slot)
+        return tile if self.copied is self.dtype else cute.recast_tensor(tile, self.copied)
 
     def filled(self, columns, warps):
         return Warps(warps)
@@ -119,7 +132,7 @@ class Convert(Role):
         super().__init__(kernel, call, block)
         self.number, self.warps, self.lane = number, warps, cute.arch.lane_idx()
         self.source, self.target, self.bytes, self.numbers, columns, ones = self.rings()
-        self.form = Bytes(self.bytes.element_type, kernel.dtype, self.tiling.tile_n, columns)
+        self.form = Bytes(self.bytes.element_type, kernel.multiplied, self.tiling.tile_n, columns)
         self.offsets = self.form.lane_offsets(self.lane)
         self.stage = 2 * self.tiling.tile_n * (columns + ones)  # bytes of a tile of numbers
 
@@ -165,19 +178,6 @@ class ConvertValues(Convert):
     def rings(self):
         block = self.block
         return block.byte_values, block.v_edge, block.bV, block.sV, self.tiling.dv, self.tiling.ones
-
-
-class PartProducts(HopperForwardProducts):
-    """Products of the output in parts of fewer columns, see `wgmma.part_columns`."""
-
-    def __init__(self, tiling, block, number):
-        super().__init__(tiling, block, number)
-        registers = launched_registers(tiling.warpgroups + 1, tiling.blocks)
-        how = {"left_in_registers": True, "written": tiling.steps.written}
-        self.parts = ColumnParts(block.dtype, permuted(block.sV, 1, 0, 2), registers, **how)
-
-    def issue_output(self, tOrO, tOrP, slot) -> None:
-        self.parts.issue(tOrO, tOrP, slot, True)
 
 
 __all__ = ["HopperForwardGuessingOfBytes", "HopperForwardOfBytes"]

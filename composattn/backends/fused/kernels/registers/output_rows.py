@@ -84,7 +84,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.output = self.products.rows_of(self.tOrO)
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         least, threshold, offset = mods.least_score, me.tiling.threshold, me.tiling.offset
-        factors = None if offset else self.block.dtype
+        factors = self.block.dtype if self.block.dtype.width == 16 else None
         of_rows = highest, units, me.arithmetic, least, threshold, factors, offset, not me.products.adds_probabilities
         self.softmax = OnlineSoftmax(me.shape, self.mods.scaled(me.scale_log2), *of_rows)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)

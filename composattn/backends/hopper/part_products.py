@@ -1,0 +1,24 @@
+"""Products beside warps that make 16-bit numbers of bytes: these leave ptxas fewer registers for one instruction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...primitives.values import permuted
+from .byte_tiling import ByteTiling
+from .forward import HopperForwardProducts
+from .tiling import launched_registers
+from .wgmma import ColumnParts
+
+
+class PartProducts(HopperForwardProducts):
+    """Products of the output in parts of fewer columns, see `wgmma.part_columns`."""
+
+    def __init__(self, tiling: ByteTiling, block: Any, number: Any) -> None:
+        super().__init__(tiling, block, number)
+        registers = launched_registers(tiling.warpgroups + 1, tiling.blocks)
+        how: Any = {"left_in_registers": True, "written": tiling.steps.written}
+        self.parts = ColumnParts(block.dtype, permuted(block.sV, 1, 0, 2), registers, **how)
+
+    def issue_output(self, tOrO: Any, tOrP: Any, slot: Any) -> None:
+        self.parts.issue(tOrO, tOrP, slot, True)

@@ -1,0 +1,77 @@
+"""Queries of bf16 as fp16, each row times a power of two of its own, for products with keys that were 8-bit numbers.
+
+Two numbers of e4m3 are made fp16 by one instruction, and bf16 by four, of the units that few queries wait for. The
+largest number of a row is brought to 2^14 or more, below 2^15: those down to 2^-31 of it stay as they are, and others
+lose less than 2^-39 of it, far below what fp32 sums of the product do. Scores are divided by the power again, exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+from cutlass.cute import math as cm
+
+from ...primitives.arithmetic import tree
+from ...primitives.lanes import over_lanes
+from ...primitives.remembered import Remembered
+from ...primitives.swizzled_tiles import at_column, get_words, put_words
+from ...primitives.values import larger, narrow, smaller
+from .byte_tiling import ByteTiling
+from .part_products import PartProducts
+from .wgmma import ROWS
+
+PIECE = 8  # numbers that a lane reads at a time
+SHARING = 4  # lanes that have a row, as in a product's sums
+TOP = 127 + 14  # the exponent of a row's largest number, as fp32 has it
+
+
+class ScaledProducts(PartProducts):
+    """`PartProducts` whose first left operand is made fp16 where it lies; the sums of rows are divided by `scale`."""
+
+    def __init__(self, tiling: ByteTiling, block: Any, number: Any, rows: int) -> None:
+        super().__init__(tiling, block, number)
+        self.tiling, self.meeting = tiling, block.of_groups[number]
+        self.scale = cute.make_rmem_tensor(rows, Float32)
+
+    def get_queries(self, resident: cute.Tensor | None, slot: Any, thread: Any) -> None:
+        start = self.stage_of_queries(slot).iterator.toint()
+        for r in range(cute.size(self.scale)):
+            self.scale[r] = self._scaled(start, thread // 32 * 16 + thread % 32 // SHARING + 8 * r, thread % SHARING)
+        cute.arch.fence_view_async_shared()  # products read what these wrote
+        self.meeting.meet()
+        super().get_queries(resident, slot, thread)
+
+    def _scaled(self, start: Int32, row: Any, lane: Any) -> Float32:
+        """A row to fp16, in place; gives what its scores are multiplied by."""
+        pieces = self.tiling.d // PIECE
+        places = []
+        for first in range(0, pieces, SHARING):
+            piece = smaller(first + lane, pieces - 1)  # some lanes have the last one together
+            places.append(start + at_column(row, piece * PIECE, ROWS, self.tiling.d))
+        numbers = [number for place in places for number in _numbers(get_words(place))]
+        largest = over_lanes(cute.arch.fmax, tree(cute.arch.fmax, [cm.abs(x) for x in numbers]), (1, 2))
+        exponent = larger(largest.bitcast(Int32) >> 23, TOP - 126)  # neither power is below the least normal number
+        factor = (TOP + 127 - exponent << 23).bitcast(Float32)
+        cute.arch.sync_warp()
+        for n, place in enumerate(places):
+            wide, rounded = (cute.make_rmem_tensor(PIECE, kind) for kind in (Float32, Float16))
+            for i in range(PIECE):
+                wide[i] = numbers[n * PIECE + i] * factor
+            narrow(rounded, wide)
+            put_words(place, cute.recast_tensor(rounded, Int32))
+        return (exponent - (TOP - 127) << 23).bitcast(Float32)
+
+    def remembered(self, sums: cute.Tensor) -> Remembered:
+        scores = super().remembered(sums)
+        for r in range(cute.size(self.scale)):
+            for c in range(self.tiling.tile_n // SHARING):
+                scores[r, c] = scores[r, c] * self.scale[r]
+        return scores
+
+
+def _numbers(words: cute.Tensor) -> list[Float32]:
+    """Eight numbers of bf16 in four words, as fp32."""
+    halves = [half for i in range(4) for half in (words[i] << 16, words[i] & -(1 << 16))]
+    return [half.bitcast(Float32) for half in halves]
