@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute import math as cm
 
 from .values import larger
 
@@ -28,8 +29,8 @@ class EightBitFormat(NamedTuple):
     def rounding_error(self, x: Float32, mantissa: float) -> Float32:
         """What rounding `x` at this scale, times any power of two, adds to it, in units of the scale."""
         scaled = x * (1 / mantissa)
-        above = scaled * float(1 << 24 - self.digits)  # so large that a sum keeps the digits wanted
-        return (scaled + above - above) - scaled
+        above = float((1 << 24 - self.digits) + 1)  # times it, a number keeps the digits wanted (Veltkamp)
+        return cm.fma(scaled, -above, scaled * above)
 
     def word(self, four: list[Float32]) -> Int32:
         """Four numbers as bytes, the first one lowest; what is beyond the largest becomes that."""

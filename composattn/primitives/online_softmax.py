@@ -41,6 +41,8 @@ class OnlineSoftmax(Fixed):
 
     `offset`: probabilities, their sums and the output are 2 to this power as large until the row ends, so that a type
     of few exponents holds more of them. `adds`: whether a step adds probabilities up, which else a product does.
+
+    `row_scales`: numbers by which `scale` is multiplied in each row, if any; who knows them later writes them there.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class OnlineSoftmax(Fixed):
         factors: Any = None,
         offset: float = 0.0,
         adds: bool = True,
+        row_scales: cute.Tensor | None = None,
     ) -> None:
+        self.row_scales = row_scales
         self.shape, self.scale, self.units, self.arithmetic = shape, scale, units, arithmetic
         self.offset, self.adds = offset, adds
         self.least, self.threshold, self.factors = least, threshold, factors
@@ -66,6 +70,10 @@ class OnlineSoftmax(Fixed):
         self.highest = cute.make_rmem_tensor(rows, Float32) if keeps_highest else None
         # of scores that raise no maximum
         self.limit = None if threshold.share is None else cute.make_rmem_tensor(rows, Float32)
+
+    def scale_of(self, r: int) -> Any:
+        """What turns scores of row `r` into log2 units."""
+        return self.scale if self.row_scales is None else self.scale * self.row_scales[r]
 
     def reset(self) -> None:
         self.maximum.fill(-Float32.inf)
@@ -131,16 +139,16 @@ class OnlineSoftmax(Fixed):
         if self.limit is not None:
             return choose(largest > self.limit[r], largest, before)
         # false for the NaN of -inf - -inf, and for a first visible score after -inf
-        return choose((largest - before) * self.scale <= self.threshold.most, before, largest)
+        return choose((largest - before) * self.scale_of(r) <= self.threshold.most, before, largest)
 
     def raise_to(self, r: int, maximum: Any, first: bool = False) -> Any:
         """`raise_maximum` to a given value, which is the row's maximum from now on."""
         before = self.maximum[r]
         # a row with nothing visible yet: subtract 0, so that 2^(-inf - 0) is 0 and not NaN
         shift = choose(self._is_hidden(maximum), Float32(0.0), maximum)
-        factor = None if first else exp2((before - shift) * self.scale)
+        factor = None if first else exp2((before - shift) * self.scale_of(r))
         self.maximum[r] = maximum
-        self.scaled_shift[r] = self._less(shift * self.scale, self.offset)
+        self.scaled_shift[r] = self._less(shift * self.scale_of(r), self.offset)
         return factor
 
     def join(self, r: int, maximum: Any, total: Any, highest: Any) -> tuple[Any, Any]:
@@ -151,7 +159,7 @@ class OnlineSoftmax(Fixed):
         if self.highest is not None:
             self.highest[r] = cute.arch.fmax(self.highest[r], highest)
         own = self.raise_to(r, cute.arch.fmax(self.maximum[r], maximum))
-        other = exp2(maximum * self.scale - self._less(self.scaled_shift[r], -self.offset))
+        other = exp2(maximum * self.scale_of(r) - self._less(self.scaled_shift[r], -self.offset))
         self.total[r] = self.total[r] * own + total * other
         return own, other
 
@@ -160,6 +168,8 @@ class OnlineSoftmax(Fixed):
         assert self.limit is not None and self.threshold.share is not None, "maxima lag whatever sums are"
         share, log2_unit = ahead * self.threshold.share, cute.arch.rcp_approx(self.scale)
         for r in range(self.shape.rows):
+            if self.row_scales is not None:
+                log2_unit = cute.arch.rcp_approx(self.scale_of(r))
             # -inf of a row that has seen nothing: any score is above it
             threshold = log2(self.shape.along_row(add, self.total[r]) * share)
             self.limit[r] = self.maximum[r] + cute.arch.fmin(threshold, Float32(self.threshold.most)) * log2_unit
@@ -169,8 +179,8 @@ class OnlineSoftmax(Fixed):
     ) -> None:
         """Scores of row `r` in these of the thread's columns to probabilities, in place; by other `units` if given."""
         for some, factor, lift in tile.runs_of(r, columns):
-            shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale
-            scale = self.scale if factor is None else factor * self.scale
+            shift = self.scaled_shift[r] if lift is None else self.scaled_shift[r] - lift * self.scale_of(r)
+            scale = self.scale_of(r) if factor is None else factor * self.scale_of(r)
             exponents = self.arithmetic.scaled((tile.values[r, c] for c in some), scale, shift)
             found = exp2_of_columns(units or self.units, some, exponents, self.arithmetic)
             for c, probability in zip(some, found, strict=True):
@@ -238,14 +248,14 @@ class OnlineSoftmax(Fixed):
         if self.least > -math.inf:
             maximum = choose(self._is_hidden(maximum), -Float32.inf, maximum)
         if sink is None:
-            return finished(maximum, total, self.scale, rounding)
-        return finished_with_sink(maximum, total, self.scale, sink, rounding)
+            return finished(maximum, total, self.scale_of(r), rounding)
+        return finished_with_sink(maximum, total, self.scale_of(r), sink, rounding)
 
     def _rounding(self, r: int) -> Any:
         """What the probability of the row's maximum gains where it is rounded, None where nobody rounds it."""
         if self.factors is None:
             return None
-        largest = exp2(cm.fma(self.maximum[r], self.scale, -self.scaled_shift[r]))
+        largest = exp2(cm.fma(self.maximum[r], self.scale_of(r), -self.scaled_shift[r]))
         rounding = largest.to(self.factors).to(Float32) - largest
         if self.offset:
             rounding = rounding * 2.0**-self.offset
@@ -264,7 +274,7 @@ class OnlineSoftmax(Fixed):
         assert self.highest is not None, "keeps_highest was not asked for"
         found = []
         for r in range(self.shape.rows):
-            highest = self.highest[r] * self.scale * LN_2
+            highest = self.highest[r] * self.scale_of(r) * LN_2
             known = (lse[r] == lse[r]) | (highest == Float32.inf)
             found.append(choose(known, highest, lse[r]))
         return found

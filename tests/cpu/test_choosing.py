@@ -6,7 +6,7 @@ import ast
 
 from tests.choosing import Count, branches, counted, summed
 
-MOST = Count(lines=3629, branches=327)
+MOST = Count(lines=3650, branches=333)
 
 
 def test_no_more_code_chooses_than_before() -> None:

@@ -24,7 +24,7 @@ class ByteTiling(HopperTiling):
 
     @property
     def offset(self) -> float:
-        """As large as fp16 holds where maxima lag: bf16 has smaller numbers."""
+        """P is as large as fp16 holds where its maximum may lag: bf16 has smaller numbers."""
         return float(math.floor(math.log2(LARGEST) - self.threshold.most)) if self.scales_queries else 0.0
 
     @property

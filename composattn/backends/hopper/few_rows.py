@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +26,8 @@ class Cut(NamedTuple):
     blocks: int = 1
     stages: int = 8
     shared: bool = False  # all keys, alike
+    resident: bool = False  # all of Q waits in registers
+    in_fp16: bool = False  # so is bf16 multiplied beside 8-bit keys, see `scaled_queries`
 
 
 CUTS: Table[list[Cut]] = table(FILE, "few", lambda said: [Cut(**cut) for cut in said])
@@ -59,11 +61,10 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     stays = Scheduler.STRIDE if persistent else Scheduler.ONE_TILE
     room = facts.target.shared_memory // cut.blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     stage = 2 * cut.keys * (d + dv)
-    of_bytes: dict[str, Any] = {}
-    most = cut.stages or BYTES_ON_THE_WAY // stage
+    most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
     if facts.of_bytes:  # two stages that are multiplied; what is on its way are bytes
         most, of_bytes["byte_stages"] = 2, min(most, (room - 2 * stage) // (cut.keys * (d + dv)))
-        of_bytes["scales_queries"] = _scales_queries(facts)
+        of_bytes["scales_queries"] = cut.in_fp16 and problem.types.q is torch.bfloat16
     # of packed sequences tensors say how many rows there are
     eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
     return facts.tiling(
@@ -74,13 +75,6 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
         scheduler=Scheduler.STREAM_K if cut.shared else stays,
         stages=min(most, room // stage),
         eight_rows=eight,
+        resident=d * cut.resident,
         **of_bytes,
     )
-
-
-def _scales_queries(facts: Facts) -> bool:
-    """Whether fp16 is multiplied for bf16. Not weights that have scales of keys, which may be too large for it; and
-    rows of a batch-invariant call have the bits that they have among many queries.
-    """
-    is_wide = facts.problem.types.q is torch.bfloat16
-    return is_wide and not (facts.keys_in_order or weighs_keys(facts.program))

@@ -55,7 +55,7 @@ class OfBytes(HopperForward):
     def products(self, block, number):
         if self.multiplied is self.dtype:
             return PartProducts(self.tiling, block, number)
-        return ScaledProducts(self.tiling, block, number, self.fragment.rows)
+        return ScaledProducts(self.tiling, block, number, self.fragment.rows, self.mods.changes_scores)
 
     @cute.jit
     def copy(self, call, block, warp):
@@ -90,7 +90,7 @@ class ByteBlock(HopperForwardBlock):
         super().__init__(kernel.tiling, kernel.multiplied, kernel.out_dtype, call)
 
     def queries(self, group, slot):
-        """As they are copied."""
+        """(64, D) of a group, of the type that copies bring."""
         tile = super().queries(group, slot)
         return tile if self.copied is self.dtype else cute.recast_tensor(tile, self.copied)
 

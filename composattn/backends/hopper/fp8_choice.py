@@ -36,8 +36,10 @@ def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     """Tiles of a call that `multiplies_eight_bits`."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
-    reads = scales.by_key, reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
-    kept = "numbers read" if any(reads) else "nothing" if rest is None else "values"  # in registers, by mods
+    reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
+    kept = "nothing" if rest is None else "values"  # in registers, by mods
+    if any(reads) or scales.by_key:
+        kept = "scales of keys" if rest is None and not any(reads) else "numbers read"
     form = first(FORMS, problem, d=d, dv=dv, mods_keep=kept)
     heads = packed_heads(problem, program, ROWS)
     made = Fp8Tiling(

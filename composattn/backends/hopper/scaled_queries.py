@@ -28,17 +28,22 @@ TOP = 127 + 14  # the exponent of a row's largest number, as fp32 has it
 
 
 class ScaledProducts(PartProducts):
-    """`PartProducts` whose first left operand is made fp16 where it lies; the sums of rows are divided by `scale`."""
+    """`PartProducts` whose first left operand is made fp16 where it lies.
 
-    def __init__(self, tiling: ByteTiling, block: Any, number: Any, rows: int) -> None:
+    Scores of a row are its `scales` times the sums: the softmax's factor, or where mods see scores a product.
+    """
+
+    def __init__(self, tiling: ByteTiling, block: Any, number: Any, rows: int, seen: bool) -> None:
         super().__init__(tiling, block, number)
         self.tiling, self.meeting = tiling, block.of_groups[number]
-        self.scale = cute.make_rmem_tensor(rows, Float32)
+        self.scales = cute.make_rmem_tensor(rows, Float32)
+        self.scales.fill(1.0)  # of rows with no keys, which nobody scales
+        self.row_scales = None if seen else self.scales
 
     def get_queries(self, resident: cute.Tensor | None, slot: Any, thread: Any) -> None:
         start = self.stage_of_queries(slot).iterator.toint()
-        for r in range(cute.size(self.scale)):
-            self.scale[r] = self._scaled(start, thread // 32 * 16 + thread % 32 // SHARING + 8 * r, thread % SHARING)
+        for r in range(cute.size(self.scales)):
+            self.scales[r] = self._scaled(start, thread // 32 * 16 + thread % 32 // SHARING + 8 * r, thread % SHARING)
         cute.arch.fence_view_async_shared()  # products read what these wrote
         self.meeting.meet()
         super().get_queries(resident, slot, thread)
@@ -65,9 +70,10 @@ class ScaledProducts(PartProducts):
 
     def remembered(self, sums: cute.Tensor) -> Remembered:
         scores = super().remembered(sums)
-        for r in range(cute.size(self.scale)):
-            for c in range(self.tiling.tile_n // SHARING):
-                scores[r, c] = scores[r, c] * self.scale[r]
+        if self.row_scales is None:
+            for r in range(cute.size(self.scales)):
+                for c in range(self.tiling.tile_n // SHARING):
+                    scores[r, c] = scores[r, c] * self.scales[r]
         return scores
 
 

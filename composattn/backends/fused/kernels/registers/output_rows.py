@@ -25,6 +25,7 @@ class OutputProducts(Fixed, abc.ABC):
 
     output_shape: Any
     adds_probabilities = False  # whether the output's product does, in columns of its own, so that the softmax need not
+    row_scales: cute.Tensor | None = None  # that the softmax multiplies its own by, known with the first scores
 
     @abc.abstractmethod
     def probabilities(self) -> cute.Tensor | None:
@@ -85,7 +86,8 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         highest, units = me.plan.return_max_scores, me.tiling.exponential
         least, threshold, offset = mods.least_score, me.tiling.threshold, me.tiling.offset
         factors = self.block.dtype if self.block.dtype.width == 16 else None
-        of_rows = highest, units, me.arithmetic, least, threshold, factors, offset, not me.products.adds_probabilities
+        adds, row_scales = not me.products.adds_probabilities, me.products.row_scales
+        of_rows = highest, units, me.arithmetic, least, threshold, factors, offset, adds, row_scales
         self.softmax = OnlineSoftmax(me.shape, self.mods.scaled(me.scale_log2), *of_rows)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
