@@ -9,7 +9,7 @@ import torch
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.tiles.order import exchanged, mirror
+from composattn.backends.fused.tiles.coverage import exchanged, mirror
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.work import visits_now
 from composattn.call.problem import Problem

@@ -110,9 +110,9 @@ def tile_intervals(mask: Expr) -> tuple[TileInterval, ...]:
     return _solved(mask).intervals
 
 
-def residual(mask: Expr) -> Residual:
+def residual(mask: Expr | None) -> Residual:
     """What of `mask` no bounds on kv say."""
-    return _solved(mask).residual
+    return Residual(opaque=False, step=1) if mask is None else _solved(mask).residual
 
 
 def row_limits(mask: Expr | None) -> RowLimits | None:

@@ -17,6 +17,7 @@ from ...call.problem import Problem
 from ..fused.planning.call_class import CallClass, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import fitting
 from ..fused.tiles.traits import reads_pairs, sees_score, sums_by
 from .backward_tiling import (
     BlackwellBackwardTiling,
@@ -35,16 +36,12 @@ L2 = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kernel: `changes` of its tiles, of which the first that fits is taken, and `scores` of a thread in a row.
-
-    Rows have `least` columns, or more that are whole `steps`: narrower ones are padded.
-    """
+    """A kernel, and `scores` of a thread in a row. Rows have `least` columns, or more that are whole `steps`."""
 
     tiling: type[BlackwellBackwardTiling]
     tile_m: int
     tile_n: int
     scores: int
-    changes: tuple[dict[str, int], ...]
     least: int = 128
     steps: int = 64
 
@@ -52,52 +49,45 @@ class Kind:
         return max(self.least, -(-columns // self.steps) * self.steps)
 
 
-SMALLER = tuple(
-    {"q_stages": q, "do_stages": do, "dq_part": part}
-    for q, do, part in ((2, 2, 32), (2, 1, 32), (2, 1, 16), (1, 2, 32), (1, 1, 32), (1, 1, 16), (1, 1, 8))
-)
-IN_PARTS = tuple({"q_stages": 1, "do_stages": 1, "dq_part": part} for part in (32, 24, 16, 8))
-STREAMED = tuple({"q_stages": 2, "do_stages": 2, "dq_part": 16, "stages": stages} for stages in (4, 3))
 KINDS = {
-    "one": Kind(BlackwellBackwardTiling, ROWS, ROWS, ROWS // GROUPS, SMALLER, least=32, steps=32),
-    "wide": Kind(WideBackwardTiling, ROWS, ROWS // 2, ROWS // 2 // GROUPS, SMALLER),
-    "pair": Kind(BlackwellPairBackwardTiling, ROWS, 2 * ROWS, ROWS // GROUPS, IN_PARTS),
-    "wide pair": Kind(WidePairBackwardTiling, ROWS, 2 * ROWS, STRIP, IN_PARTS),
-    "query pair": Kind(QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, STREAMED, least=256),
+    "one": Kind(BlackwellBackwardTiling, ROWS, ROWS, ROWS // GROUPS, least=32, steps=32),
+    "wide": Kind(WideBackwardTiling, ROWS, ROWS // 2, ROWS // 2 // GROUPS),
+    "pair": Kind(BlackwellPairBackwardTiling, ROWS, 2 * ROWS, ROWS // GROUPS),
+    "wide pair": Kind(WidePairBackwardTiling, ROWS, 2 * ROWS, STRIP),
+    "query pair": Kind(QueryPairTiling, 2 * ROWS, ROWS, ROWS // GROUPS, least=256),
 }
 TABLE: Table[Kind] = table(FILE, "kinds", KINDS.__getitem__)
+STAGES: Table[list[list[Any]]] = table(FILE, "stages")  # names of fields that take room, and numbers to try
 
 
 class Registers(NamedTuple):
-    """Roles, columns of dQ that a thread has at once, and whether it computes half of its queries at a time."""
+    """Registers by role, columns of dQ that a thread has at once, and whether it has half of its queries at a time."""
 
-    roles: BackwardRoles
+    compute: int
+    dq: int
+    other: int
     columns: int
     in_halves: bool = False
 
-    @staticmethod
-    def of(said: dict[str, Any]) -> Registers:
-        roles = BackwardRoles(said["compute"], said["dq"], said["other"])
-        return Registers(roles, said["columns"], said.get("in_halves", False))
 
-
-REGISTERS: Table[Registers] = table(FILE, "registers", Registers.of)
+REGISTERS: Table[Registers] = table(FILE, "registers", lambda said: Registers(**said))
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel: they fill shared and tensor memory."""
     call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
     kind = kind_of(call, program)
-    d, of_block = kind.padded(call.d), kind.padded(call.d) // kind.tiling.sharing
-    roles, columns, in_halves = first(REGISTERS, call, kernel=kind.tiling.kernel, **_facts(call, program))
+    kernel, d = kind.tiling.kernel, kind.padded(call.d)
+    registers = first(REGISTERS, call, kernel=kernel, **_facts(call, program))
     fixed: dict[str, Any] = {
-        "kernel": kind.tiling.kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(call.dv),
-        "l2": L2, "dq_at_once": min(columns, of_block), "roles": roles, "in_halves": in_halves,
-        "distances": distances_of(kind.scores) if sums_by(program, Sums.DISTANCE) else 0,
+        "kernel": kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(call.dv), "l2": L2,
+        "roles": BackwardRoles(registers.compute, registers.dq, registers.other), "in_halves": registers.in_halves,
+        "dq_at_once": min(registers.columns, d // kind.tiling.sharing),
+        "distances": distances_of(kind.scores) * sums_by(program, Sums.DISTANCE),
         "heads_together": problem.schedule.heads_together,
     }  # fmt: skip
-    tilings = (kind.tiling(**(fixed | changes)) for changes in kind.changes if of_block % changes["dq_part"] == 0)
-    return next(t for t in tilings if t.shared_memory(2) <= target.shared_memory)
+    names, *tries = first(STAGES, call, kernel=kernel)
+    return fitting((kind.tiling(**fixed, **dict(zip(names, numbers, strict=True))) for numbers in tries), target)
 
 
 def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
@@ -116,13 +106,11 @@ def _facts(call: CallClass, program: Program) -> dict[str, bool]:
 
     `curved`: the derivative sees the score, so P and dS are computed at once.
     """
-    facts = {f"by_{pattern.name.lower()}": sums_by(program, pattern) for pattern in Sums}
-    scored, fixed = program.score is not None, call.order == "fixed"
-    return facts | {
-        "scored": scored,
+    return {f"by_{pattern.name.lower()}": sums_by(program, pattern) for pattern in Sums} | {
+        "scored": program.score is not None,
         "reads": reads_pairs(program.score),
         "curved": sees_score(program),
-        "fixed": fixed,
+        "fixed": call.order == "fixed",
     }
 
 

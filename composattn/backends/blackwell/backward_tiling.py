@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowBackwardTiling
 from .roles import BackwardRoles
 from .tensor_memory import (
@@ -73,6 +74,10 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         small = BARRIERS + 4 * 2 * self.tile_m * self.row_stages
         return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + self.sums_memory
+
+    def fits(self, target: Target) -> bool:
+        """Whether it has room, and a thread's columns of dQ leave in whole parts."""
+        return self.d // self.sharing % self.dq_part == 0 and super().fits(target)
 
     @property
     def sums_memory(self) -> int:

@@ -11,14 +11,14 @@ import torch
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...primitives.exponential_units import ExponentialUnits
-from ..fused.planning.call_class import mods_of
+from ...primitives.exponential_units import HARDWARE, ExponentialUnits
+from ..fused.planning.call_class import Facts, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowForwardTiling, slots, whole_pages
-from ..fused.tiles.traits import padded, queries, reads_pairs
+from ..fused.tiles.tiling import RowForwardTiling, fitting, whole_pages
+from ..fused.tiles.traits import reads_pairs
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -30,8 +30,9 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 # (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed
 PERIOD = 32
 FILE = Path(__file__).with_name("tables.json")
-BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial", int)
-MOST_KEYS: Table[int] = table(FILE, "most_keys", int)
+BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial")
+MOST_KEYS: Table[int] = table(FILE, "most_keys")
+QUERY_TILES: Table[int] = table(FILE, "query_tiles")
 # keys of a tile, stages of K and of V, by how much is on its way
 STAGES = tuple(itertools.product((128, 96, 64), ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))))
 # Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
@@ -83,41 +84,47 @@ class BlackwellTiling(RowForwardTiling):
         }
 
 
+class BlackwellFacts(Facts):
+    """Facts of a forward that its tables ask for besides its class."""
+
+    @property
+    def pairs(self) -> bool:
+        return reads_pairs(self.program.score)
+
+    @property
+    def width(self) -> int:
+        return self.d + self.dv  # type: ignore[no-any-return]
+
+    @property
+    def doubled(self) -> bool:
+        """Whether an SM has twice as many exponentials."""
+        return self.target.exp2_per_clock > 16
+
+
 def forward_tiling(problem: Problem, program: Program, target: Target) -> BlackwellTiling:
-    """Tiles of the forward kernel; no device has timed them: they fill shared and tensor memory."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    """Tiles of the forward kernel; no device has timed them: they fill shared and tensor memory, most keys first."""
     heads = packed_heads(problem, program, ROWS)
-    tiles = 1 if queries(problem) * slots(heads) <= ROWS or dv > 128 else 2
-    in_order, pairs = problem.schedule.batch_invariant, reads_pairs(program.score)
-    most = first(MOST_KEYS, problem, pairs=pairs, in_order=in_order, widest=max(d, dv))
-    tile_n, k_stages, v_stages = _stages(most, target.shared_memory - SMALL, ROWS * tiles * max(d, dv), d, dv)
-    tile_n = whole_pages(tile_n) if problem.layout.kv == "paged" else tile_n
-    return BlackwellTiling(
+    call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
+    facts, (d, dv) = BlackwellFacts(problem, program, target, call), call.dims
+    tiles, polynomial = first(QUERY_TILES, facts), first(BY_POLYNOMIAL, facts)
+    most = min(first(MOST_KEYS, facts), (COLUMNS - dv) // 2)
+    made = BlackwellTiling(
         tile_m=ROWS * tiles,
-        tile_n=tile_n,
+        tile_n=STEP,
         d=d,
         dv=dv,
         query_tiles=tiles,
         score_places=2 // tiles,
-        k_stages=k_stages,
-        v_stages=v_stages,
-        early_keys=tile_n * 3 // 4 // 32 * 32,
+        k_stages=1,
+        v_stages=1,
+        early_keys=0,
         maximum_by_load=target.maximum_by_load,
-        exponential=_exponential(problem, program, target),
+        exponential=ExponentialUnits(polynomial, PERIOD, DEGREE[problem.dtype]) if polynomial else HARDWARE,
         packed_heads=heads,
         heads_together=problem.schedule.heads_together,
-        scheduler=Scheduler.STRIDE if problem.schedule.persistent else Scheduler.ONE_TILE,
+        scheduler=Scheduler.asked(problem.schedule.persistent),
     )
-
-
-def _exponential(problem: Problem, program: Program, target: Target) -> ExponentialUnits:
-    width = padded(problem.head_dim) + padded(problem.head_dim_v)
-    doubled = target.exp2_per_clock > 16
-    columns = first(BY_POLYNOMIAL, problem, mods=mods_of(program), width=width, doubled=doubled)
-    return ExponentialUnits(columns, PERIOD, DEGREE[problem.dtype]) if columns else ExponentialUnits()
-
-
-def _stages(most: int, room: int, q_numbers: int, d: int, dv: int) -> tuple[int, int, int]:
-    """(keys of a tile, stages of K, stages of V) that fit beside Q, most keys first; 16-bit numbers."""
-    free, keys = room // 2 - q_numbers, min(most, (COLUMNS - dv) // 2)
-    return next((n, k, v) for n, (k, v) in STAGES if n <= keys and n * (k * d + v * dv) <= free)
+    cuts = (dataclasses.replace(made, tile_n=n, k_stages=k, v_stages=v) for n, (k, v) in STAGES if n <= most)
+    tiling = fitting(cuts, target)
+    keys = whole_pages(problem, tiling.tile_n)
+    return dataclasses.replace(tiling, tile_n=keys, early_keys=keys * 3 // 4 // 32 * 32)

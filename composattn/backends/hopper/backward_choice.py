@@ -13,6 +13,7 @@ from ..fused.planning.call_class import Facts
 from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import fitting
 from ..fused.tiles.traits import sums_by
 from .backward_heads import heads_of
 from .backward_table import FORMS, KEYS, BackwardForm, backward_class, form_of, rows_of, serves
@@ -84,7 +85,7 @@ def tiling_of_form(form: BackwardForm, facts: BackwardFacts) -> HopperBackwardTi
         "dv": -(-facts.dv // step) * step,
     }
     tilings = (kind(**fields | more) for more in first(STAYS, facts, **cut))
-    tiling = next(tiling for tiling in tilings if tiling.fits(target))
+    tiling = fitting(tilings, target)
     return _holding(facts, cut, tiling) if tile.kind == "keys apart" else tiling
 
 

@@ -86,7 +86,7 @@ def heads_of(facts: Facts, keys: int, at_once: int) -> dict[str, int | None]:
     a_piece, together = RULES[rule](facts, *numbers)
     fields = {"heads_a_piece": a_piece, "heads_together": problem.schedule.heads_together or together}
     rounds = problem.batch * problem.kv_heads * tiles / at_once
-    at_last = first(AT_LAST, facts, asked=problem.schedule.heads_together, rounds=rounds)
+    at_last = first(AT_LAST, facts, rounds=rounds)
     if at_last == A_ROUND:  # it fills the SMs, or its longest tiles end alone: 1.05
         fields["heads_together"], at_last = 1, _power_of_two(at_once / tiles)
     return {**fields, "heads_at_last": at_last}

@@ -52,7 +52,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def claimed_parts(self) -> int:
-        return self.dq_parts if self.dq_begins == "claim" else 0
+        return self.dq_parts * (self.dq_begins == "claim")
 
     @property
     def dq_later(self) -> bool:
@@ -94,7 +94,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def lse_ahead(self) -> int:
         """Rows of LSE that are read under their scores."""
-        return 4 if self.early == "LSE" else 0
+        return 4 * (self.early == "LSE")
 
     @property
     def bends_early(self) -> bool:
@@ -108,7 +108,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def shared_keys(self) -> bool:
-        return self.kernel == "backward_wide" or self.dq_apart
+        return self.kernel in ("backward_wide", "backward_apart", "backward_exchange")
 
     @property
     def dq_apart(self) -> bool:
@@ -164,11 +164,10 @@ class HopperBackwardTiling(BackwardTiling):
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
-        weights = 4 * self.tile_m * self.tile_n if self.shared_keys else 0
-        dq = 4 * self.dq_numbers if self.dq_in_bulk else 0
-        if self.persistent and not self.dq_in_bulk:
-            stationary *= 2
-        return element_bytes * (stationary + moving + scores) + weights + dq + 4 * self.distances + front
+        weights = self.tile_m * self.tile_n * self.shared_keys
+        numbers = weights + self.dq_numbers * self.dq_in_bulk + self.distances
+        twice = self.persistent and not self.dq_in_bulk  # dK and dV leave through a place of their own
+        return element_bytes * (stationary * (1 + twice) + moving + scores) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""

@@ -58,7 +58,6 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     """With as many stages as shared memory holds."""
     (d, dv), problem = facts.call.dims, facts.problem
     persistent = bool(problem.schedule.persistent)
-    stays = Scheduler.STRIDE if persistent else Scheduler.ONE_TILE
     room = facts.target.shared_memory // cut.blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
     stage = 2 * cut.keys * (d + dv)
     most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
@@ -72,7 +71,7 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
         tile_m=ROWS,
         tile_n=cut.keys,
         blocks=cut.blocks,
-        scheduler=Scheduler.STREAM_K if cut.shared else stays,
+        scheduler=Scheduler.STREAM_K if cut.shared else Scheduler.asked(persistent),
         stages=min(most, room // stage),
         eight_rows=eight,
         resident=d * cut.resident,

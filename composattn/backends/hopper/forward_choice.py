@@ -14,7 +14,7 @@ from ..fused.planning.tables import Table, first, row_of, table
 from ..fused.tiles.few_queries import packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import key_tiles, query_tiles, whole_pages
+from ..fused.tiles.tiling import fitting, key_tiles, query_tiles, whole_pages
 from ..fused.tiles.traits import reads_pairs
 from .few_rows import few_rows
 from .forward_table import BLOCKS, FORMS, TABLE, Block, ForwardFacts, ForwardForm, serves
@@ -108,10 +108,10 @@ def _filled(facts: ForwardFacts, block: Block, tiling: HopperTiling) -> HopperTi
     registers, held = facts.registers(block), tiling.resident // 4
     by_registers = facts.keys_by_registers(registers - held * tiling.frees_queries)
     most = min(by_registers, block.keys, first(MOST_KEYS, facts))
-    wider = (dataclasses.replace(tiling, tile_n=keys) for keys in range(most, 0, -16))
     if not facts.keys_in_order:
-        tiling = next(filled for filled in wider if filled.fits(facts.target))
-    keys = whole_pages(tiling.tile_n) if facts.layout == "paged" else tiling.tile_n
+        wider = (dataclasses.replace(tiling, tile_n=keys) for keys in range(most, 0, -16))
+        tiling = fitting(wider, facts.target)
+    keys = whole_pages(facts.problem, tiling.tile_n)
     resident = tiling.resident * (facts.keys_by_registers(registers - held) >= tiling.tile_n)
     return dataclasses.replace(tiling, tile_n=keys, resident=resident)
 

@@ -115,15 +115,6 @@ class ForwardFacts(Facts):
         return 2 * self.keys * sum(self.call.dims)
 
     @property
-    def asked(self) -> bool | None:
-        """Whether blocks are asked to stay."""
-        return self.problem.schedule.persistent
-
-    @property
-    def split(self) -> int | str:
-        return self.problem.schedule.split_kv
-
-    @property
     def of_bytes(self) -> bool:
         """Whether K and V come as 8-bit numbers."""
         return self.problem.narrow is not None

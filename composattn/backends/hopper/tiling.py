@@ -127,10 +127,9 @@ class HopperTiling(ForwardTiling):
     @property
     def left_numbers(self) -> int:
         columns = self.dv + SUMS * self.guesses
-        rows = self.tile_m // 2 if self.eight_rows else self.tile_m  # of a thread's two rows one
-        of_tile = rows * (columns + 4 * STATISTICS)  # each row is four lanes'
-        # of the tile it begins in, and ends in
-        return 2 * of_tile if self.scheduler is Scheduler.STREAM_K else of_tile
+        rows = self.tile_m // (1 + self.eight_rows)  # of a thread's two rows one
+        tiles = 1 + (self.scheduler is Scheduler.STREAM_K)  # the one it begins in, and the one it ends in
+        return tiles * rows * (columns + 4 * STATISTICS)  # each row is four lanes'
 
     @property
     def in_segments(self) -> bool:

@@ -105,6 +105,6 @@ def wide_tiling(facts: ForwardFacts) -> WideTiling:
         **facts.alike("forward_wide") | {"d": d, "dv": dv},
         tile_m=ROWS,
         tile_n=tile_n,
-        scheduler=Scheduler.STRIDE if facts.asked else Scheduler.ONE_TILE,
+        scheduler=Scheduler.asked(facts.persistent),
         **rings,
     )

@@ -10,15 +10,21 @@ import bisect
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....graph.multiples import is_of_score
-from ..tiles.coverage import end_together, has_documents_apart, has_segments_apart, has_whole_documents
-from ..tiles.order import keys_of_a_query, queries_of_a_key
+from ..tiles.coverage import (
+    end_together,
+    has_documents_apart,
+    has_segments_apart,
+    has_whole_documents,
+    keys_of_a_query,
+    queries_of_a_key,
+)
 from ..tiles.target import Target
-from ..tiles.tiling import query_tiles, slots
+from ..tiles.tiling import key_tiles, query_tiles, slots
 from ..tiles.traits import (
     bounds_queries,
     has_costly_test,
@@ -147,11 +153,11 @@ def class_of(
     deterministic: bool = False,
 ) -> CallClass:
     """`rows`: of the least tile; `heads`: query heads that share them; `deterministic`: a gradient's sums are."""
-    types = problem.types
+    types, lies = problem.types, problem.layout
     return CallClass(
         direction=direction,
         order="batch-invariant" if problem.schedule.batch_invariant else "fixed" if deterministic else "any",
-        layout=_layout(problem),
+        layout=lies.q if lies.q == lies.kv else "paged" if lies.kv == "paged" else "mixed",
         d=padded(problem.head_dim),
         dv=padded(problem.head_dim_v),
         sectors=problem.head_dim * types.k.itemsize % 32 == problem.head_dim_v * types.v.itemsize % 32 == 0,
@@ -161,39 +167,28 @@ def class_of(
     )
 
 
-class Seen(TypedDict):
-    """Facts of a class that are of queries in one direction, and of keys in the other."""
-
-    mask: MaskKind
-    work: Rounds
-    seen: int
-    length: int
-    fills: bool
-    thirds: float
-
-
-def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
+def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> dict[str, Any]:
     few, tiles = queries(problem) * slots(heads) <= rows, query_tiles(problem, heads, rows) * problem.batch
-    return Seen(
-        mask=mask_of(problem, program),
-        work=Rounds.FEW_ROWS if few else _rounds(tiles, target),
-        seen=band(keys(problem) if few else keys_of_a_query(problem, program)),
-        length=band(keys(problem)),
-        fills=_pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
-        thirds=1.5 * query_tiles(problem, heads, 192) / max(1, query_tiles(problem, heads, 128)),
-    )
+    return {
+        "mask": mask_of(problem, program),
+        "work": Rounds.FEW_ROWS if few else _rounds(tiles, target),
+        "seen": band(keys(problem) if few else keys_of_a_query(problem, program)),
+        "length": band(keys(problem)),
+        "fills": _pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
+        "thirds": 1.5 * query_tiles(problem, heads, 192) / max(1, query_tiles(problem, heads, 128)),
+    }
 
 
-def _of_backward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> Seen:
+def _of_backward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> dict[str, Any]:
     q_len = problem.q_len
-    return Seen(
-        mask=mask_of_keys(problem, program),
-        work=_rounds(-(-keys(problem) // rows) * problem.kv_heads * problem.batch, target),
-        seen=band(queries_of_a_key(problem, program)),
-        length=band(queries(problem)),
-        fills=not problem.layout.is_dense or -(-q_len // 128) * 128 * 10 <= 11 * (-(-q_len // 64) * 64),
-        thirds=1.0,
-    )
+    return {
+        "mask": _first(MASKS_OF_KEYS, problem, program),
+        "work": _rounds(key_tiles(problem, rows) * problem.kv_heads * problem.batch, target),
+        "seen": band(queries_of_a_key(problem, program)),
+        "length": band(queries(problem)),
+        "fills": not problem.layout.is_dense or -(-q_len // 128) * 128 * 10 <= 11 * (-(-q_len // 64) * 64),
+        "thirds": 1.0,
+    }
 
 
 def band(count: float) -> int:
@@ -207,11 +202,6 @@ def mods_of(program: Program) -> ModsKind:
 
 def mask_of(problem: Problem, program: Program) -> MaskKind:
     return _first(MASKS, problem, program)
-
-
-def mask_of_keys(problem: Problem, program: Program) -> MaskKind:
-    """Which queries see a key: documents with which tiles of keys begin, lists of what they visit, or bounds."""
-    return _first(MASKS_OF_KEYS, problem, program)
 
 
 def _first(kinds: tuple[tuple[Kind, Callable[..., bool]], ...], *call: Any) -> Kind:
@@ -256,20 +246,13 @@ MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] =
 UP_TO, ROUNDS = (1, 2, 4), (Rounds.AT_ONCE, Rounds.TWO_ROUNDS, Rounds.FEW_ROUNDS, Rounds.ROUNDS)
 
 
-def _layout(problem: Problem) -> LayoutKind:
-    layout = problem.layout
-    if layout.kv == "paged":
-        return "paged"
-    return "mixed" if layout.q != layout.kv else layout.q
-
-
 def _rounds(tiles: int, target: Target) -> Rounds:
     return ROUNDS[bisect.bisect_left(UP_TO, tiles / target.sms)]
 
 
 def _pairs(problem: Problem, rows: int, columns: int) -> int:
     """Pairs of a head of a sequence, in whole tiles."""
-    return -(-queries(problem) // rows) * rows * (-(-keys(problem) // columns) * columns)
+    return -(-queries(problem) // rows) * rows * key_tiles(problem, columns) * columns
 
 
 def _words(end: int) -> str:
@@ -278,12 +261,12 @@ def _words(end: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A call, its class, and what rows of tables may ask of it besides: facts of its class are facts of it."""
+    """A call and its class, and what rows of tables may ask of it besides; its class's and schedule's too."""
 
     problem: Problem
     program: Program
     target: Target
-    call: Any  # a class; its facts are found where the others are not
+    call: Any
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.call, name)
+        return getattr(self.call if hasattr(self.call, name) else self.problem.schedule, name)

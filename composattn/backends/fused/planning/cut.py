@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 # in query tiles of one tile of keys, on an H200: what a block takes beside its query tiles, what the kernel that adds
 # up the pieces takes, and what a piece's sums take on their way through memory with all SMs at it
@@ -46,20 +45,17 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     8k) 5 %, of 19.4 (D 192, 8k, pairs of blocks) 2. Few are all cut alike, if at all, or of equally long ones those of
     the last round.
     """
-    tiles = len(lengths) * repeats
-    longest, candidates = max(lengths, default=0), [Cut(tiles, tiles, 1)]
+    tiles, longest = len(lengths) * repeats, max(lengths, default=0)
     equal = min(lengths, default=0) == longest
-    left = tiles % sms
-    if tiles > MANY * sms and equal and left:
-        pieces = min(MOST_PIECES, longest // SHORTEST, sms // left)
-        return Cut(tiles, tiles - left, pieces) if pieces > 1 else candidates[0]
-    if tiles > (2 if equal else MANY) * sms:
-        return candidates[0]
     whole = tiles - tiles % sms if equal else 0
-    counts = range(2, min(MOST_PIECES, longest // SHORTEST) + 1)
-    candidates += [Cut(tiles, whole, pieces) for pieces in counts if tiles * pieces <= 8 * sms]
-    ordered = [length for length in sorted(lengths, reverse=True) for _ in range(repeats)]
-    return min(candidates, key=lambda cut: _makespan(_pieces(ordered, cut), sms) + _gather(cut))
+    if tiles <= (2 if equal else MANY) * sms:
+        most = 8 * sms // max(1, tiles)
+    else:
+        most = sms // max(1, tiles - whole) if tiles > MANY * sms else 1
+    # whole rounds of equal tiles before them take as long whatever follows
+    rest = [length for length in sorted(lengths, reverse=True) for _ in range(repeats)][whole:]
+    counts = range(1, max(1, min(MOST_PIECES, longest // SHORTEST, most)) + 1)
+    return _cut(tiles, whole, min(counts, key=lambda pieces: _time(rest, pieces, sms)))
 
 
 def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked: int | None = None) -> tuple[Cut, int]:
@@ -69,47 +65,37 @@ def cut_in_order(lengths: Sequence[int], heads: int, group: int, sms: int, asked
     are some of these heads: those along queries would wait for each other's turns. Sections are of as many heads as are
     `asked` for, or fill the SMs, and then at least two; or there is one, of tiles that all run at once.
     """
-    tiles, longest = len(lengths) * heads, max(lengths, default=0) * group
-    best = math.inf, Cut(tiles, tiles, 1), heads
-    for pieces in range(1, min(MOST_PIECES, group, max(1, longest // SHORTEST)) + 1):
-        if group % pieces:
-            continue
-        cut = Cut(tiles, 0, pieces) if pieces > 1 else Cut(tiles, tiles, 1)
-        wave = max(1, round(sms / (pieces * max(1, len(lengths)))))
-        together = min(asked, heads) if asked else heads if tiles * pieces <= sms else min(wave, -(-heads // 2))
-        ordered = [length * group for length in _in_order(lengths, heads, together)]
-        time = _makespan(_pieces(ordered, cut), sms) + _gather(cut)
-        best = min(best, (time, cut, together), key=lambda found: found[0])
-    return best[1:]
+    tiles, of_group = len(lengths) * heads, [length * group for length in lengths]
+
+    def sections(pieces: int) -> tuple[float, int, int]:
+        """Time, pieces, heads of a section."""
+        wave = min(max(1, round(sms / (pieces * max(1, len(lengths))))), -(-heads // 2))
+        together = min(asked, heads) if asked else heads if tiles * pieces <= sms else wave
+        return _time(list(_in_order(of_group, heads, together)), pieces, sms), pieces, together
+
+    counts = range(1, min(MOST_PIECES, group, max(1, max(of_group, default=0) // SHORTEST)) + 1)
+    _, pieces, together = min(sections(pieces) for pieces in counts if group % pieces == 0)
+    return _cut(tiles, 0, pieces), together
 
 
-def _in_order(lengths: Sequence[int], heads: int, together: int) -> Iterable[int]:
+def _cut(tiles: int, whole: int, pieces: int) -> Cut:
+    return Cut(tiles, whole if pieces > 1 else tiles, pieces)
+
+
+def _in_order(lengths: Sequence[int], heads: int, together: int) -> Iterator[int]:
     """Lengths for all heads, section after section: the last tiles first, but of the last section (`TileScheduler`)."""
     sections = -(-heads // together)
     each = -(-heads // sections)
-    for section in range(sections):
-        count = each if section else heads - (sections - 1) * each
+    for section, count in enumerate([heads - (sections - 1) * each, *[each] * (sections - 1)]):
         backwards = 0 < section == sections - 1
         for length in lengths if backwards else reversed(lengths):
             yield from itertools.repeat(length, count)
 
 
-def _gather(cut: Cut) -> float:
-    return GATHER + PIECE * cut.cut * cut.pieces if cut.cut else 0.0
-
-
-def _pieces(lengths: Sequence[int], cut: Cut) -> Iterable[float]:
-    """Times of blocks, in their order."""
-    yield from (length + BLOCK for length in lengths[: cut.whole])
-    yield from (length / cut.pieces + BLOCK for length in lengths[cut.whole :] for _ in range(cut.pieces))
-
-
-def _makespan(times: Iterable[float], sms: int) -> float:
-    """When the last block ends, each started on the SM that is free first."""
+def _time(lengths: Sequence[int], pieces: int, sms: int) -> float:
+    """When all pieces have run, each started on the SM that is free first, and are added up."""
     free = [0.0] * sms
-    for time in times:
-        heapq.heapreplace(free, free[0] + time)
-    return max(free)
-
-
-__all__ = ["MANY", "Cut", "best_cut", "cut_in_order"]
+    for length in lengths:
+        for _ in range(pieces):
+            heapq.heapreplace(free, free[0] + length / pieces + BLOCK)
+    return max(free) + (GATHER + PIECE * len(lengths) * pieces if pieces > 1 else 0.0)

@@ -26,13 +26,13 @@ from ..rewrites.invariant import refuse_order
 from ..rewrites.strips import of_whole_rows
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
-from ..tiles.order import LAST_QUERIES_FIRST, order_in_segments, order_of
 from ..tiles.scheduler import Scheduler
 from ..tiles.segments import segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import ForwardTiling, Tiling
 from ..tiles.traits import extent_of, queries
 from ..tiles.work import WorkTables, entries
+from .order import Tiles
 
 MOST_ACROSS = 65535  # blocks in the second and in the third dimension of a grid
 MOST_BLOCKS = 2**31 - 1  # in the first one
@@ -361,12 +361,11 @@ def _ordered(
     posed: Posed, tiling: ForwardTiling, heads: int, lists: KeyLists | None
 ) -> tuple[str, WorkTables | None, bool]:
     """The order of query tiles in words, the table that says it, if any, and whether they begin with segments."""
-    problem, program, at_once = posed.problem, posed.program, posed.target.sms
+    problem, program = posed.problem, posed.program
     segments = segments_of(problem, program) if posed.segments and tiling.in_segments and lists is None else None
-    if segments is not None:
-        return *order_in_segments(problem, segments, tiling.queries, heads, at_once), True
-    visited = program.intervals if lists is None else None
-    return *order_of(LAST_QUERIES_FIRST, problem, visited, tiling.queries, tiling.tile_n, heads, at_once), False
+    visited = segments or (program.intervals if lists is None else None)
+    tiles = Tiles(problem, visited, tiling.queries, tiling.tile_n, heads, posed.target.sms)
+    return *tiles.ordered(), segments is not None
 
 
 def _chosen(posed: Posed) -> ForwardTiling:

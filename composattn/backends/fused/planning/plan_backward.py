@@ -20,13 +20,14 @@ from ....graph.expr import captures as captures_of
 from ....primitives.segment_entry import metadata_numbers
 from ..rewrites import Posed, rewritten
 from ..tiles.architecture import architecture_of
-from ..tiles.order import exchanged, mirror, order_of_keys, order_of_keys_in_segments
+from ..tiles.coverage import exchanged, mirror
 from ..tiles.segments import Segments, segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import BackwardTiling
 from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
+from .order import Tiles
 from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, Plan, TiledPlan, check_blocks, compiled_in, derived_among
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
@@ -200,17 +201,14 @@ def backward_of(
     segments = _segments(posed, chosen, sinks) if lists is None and cut in (None, "auto") else None
     on_host = lists is None and segments is None and problem.layout.is_dense
     cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
-    rows: WorkTables | None
-    metadata = None
-    if segments is None:
-        ordered_by = intervals if lists is None else None
-        order, keys = order_of_keys(problem, ordered_by, chosen.tile_m, chosen.tile_n, deterministic, at_once)
-        packed = problem.layout.q == "packed"
-        rows = work_tables(problem, EVERYTHING, chosen.tile_m, chosen.tile_n, "in_order") if packed else None
-    else:
+    of_keys = segments or (exchanged(intervals) if lists is None else None)
+    tiles = Tiles(
+        mirror(problem), of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic
+    )
+    order, keys = tiles.ordered()
+    rows, metadata = _order_of_rows(problem, chosen, segments), None
+    if segments is not None:
         metadata, intervals, ends = segments.reads, (), ends_of((), limits)
-        order, keys = order_of_keys_in_segments(problem, segments, chosen.tile_n, deterministic, at_once)
-        rows = segment_tables(problem, chosen.tile_m, "in_order", segments, of_keys=False)
     known = compiled_in(problem, target)
     of_rows: OfRows = {
         "has_order_table": rows is not None,
@@ -246,6 +244,14 @@ def backward_of(
         None if cut is None else GatherPlan(**known, **by_table, tiling=chosen),
         _join(problem, target),
     )
+
+
+def _order_of_rows(problem: Problem, tiling: BackwardTiling, segments: Segments | None) -> WorkTables | None:
+    """The order of query tiles, in which kernels around the main one have them; None: as they lie."""
+    if segments is not None:
+        return segment_tables(problem, tiling.tile_m, "in_order", segments, of_keys=False)
+    packed = problem.layout.q == "packed"
+    return work_tables(problem, EVERYTHING, tiling.tile_m, tiling.tile_n, "in_order") if packed else None
 
 
 def _join(problem: Problem, target: Target) -> StripJoinPlan | None:

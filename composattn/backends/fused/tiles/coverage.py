@@ -1,16 +1,18 @@
-"""Which queries tiles of keys visit, as far as a plan knows: all, up to the last ones, those of whole documents."""
+"""Which keys tiles of queries visit, and which queries tiles of keys: how many, all, the last ones, whole documents."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from ....analysis.bands import TileInterval
 from ....analysis.program import Program
 from ....analysis.tile_lists import QueryLists, reason_for_lists
-from ....call.problem import Problem
+from ....call.problem import DENSE, Problem
 from ....graph.expr import Dep, index
 from ....graph.rebuilt import substitute
-from .order import exchanged, mirror
 from .segments import falls_apart
 from .traits import bounds_queries, changes_weights, extent_of, has_costly_test, has_plain_part, padded
-from .work import fixed_visits
+from .work import fixed_visits, visits_now
 
 
 def all_are_seen(problem: Problem, program: Program) -> bool:
@@ -67,3 +69,39 @@ def has_whole_documents(problem: Problem, program: Program) -> bool:
     """Whether these are seen whole, of a call with a mask."""
     assert program.mask is not None
     return not has_plain_part(program.mask) and has_documents_apart(problem, program)
+
+
+def mirror(problem: Problem) -> Problem:
+    """With queries and keys exchanged."""
+    return dataclasses.replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, layout=problem.layout.mirrored)
+
+
+def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
+    """Intervals with queries and keys exchanged, as the mirrored problem has them."""
+    return tuple(i.mapped({index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}) for i in intervals)
+
+
+def queries_of_a_key(problem: Problem, program: Program) -> float:
+    """How many queries visit a tile of 128 keys, on average, see `keys_of_a_query`."""
+    return _mean_visits(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]))
+
+
+def keys_of_a_query(problem: Problem, program: Program) -> float:
+    """How many keys a tile of 128 queries visits, on average, with run-time numbers as they are now.
+
+    As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
+    """
+    return _mean_visits(of_mean_length(problem), program.intervals)
+
+
+def _mean_visits(problem: Problem, intervals: tuple[TileInterval, ...]) -> float:
+    visits = visits_now(problem, intervals, 128, 1)
+    return float(problem.kv_len if visits is None else visits.float().mean())
+
+
+def of_mean_length(problem: Problem) -> Problem:
+    """Packed sequences as a batch of their mean length."""
+    if problem.layout.is_dense:
+        return problem
+    q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
+    return dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)

@@ -10,10 +10,9 @@ from ....call.problem import Problem
 from ....call.schedule import MOST_SPLITS
 from ....errors import InvalidSchedule
 from ....graph.expr import Dep
-from .scheduler import Scheduler
 from .target import Target
 from .tiling import ForwardTiling, key_tiles, query_tiles, slots
-from .traits import keys, queries
+from .traits import depends, keys, queries
 
 
 def sharing_heads(problem: Problem, program: Program, rows: int) -> int:
@@ -22,16 +21,16 @@ def sharing_heads(problem: Problem, program: Program, rows: int) -> int:
     Raises `InvalidSchedule` where packing is asked for and can't be done.
     """
     wanted, group = problem.schedule.pack_gqa, problem.group
-    in_strips = problem.layout.strips is not None  # whose tiles are boxes of one head
-    if wanted is False or group == 1 or (in_strips and not wanted):
+    # tiles of strips are boxes of one head
+    allowed = problem.layout.strips is None if wanted is None else wanted
+    if not allowed:
         return 1
-    heads = max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
-    # heads that see different keys visit different tiles
-    by_head = program.mask is not None and bool(program.mask.deps & Dep.H)
-    if wanted and (by_head or heads == 1):
+    by_head = depends(program.mask, Dep.H)  # heads that see different keys visit different tiles
+    heads = 1 if by_head else max(n for n in range(1, min(group, rows) + 1) if group % n == 0)
+    if wanted and heads == 1 < group:
         why = "the mask depends on the head" if by_head else f"{group} heads share no tile of {rows} rows"
         raise InvalidSchedule(f"pack_gqa=True, but {why}; leave pack_gqa=None")
-    return 1 if by_head else heads
+    return heads
 
 
 def packed_heads(problem: Problem, program: Program, rows: int) -> int:
@@ -51,16 +50,12 @@ def _tiles(problem: Problem, heads: int, rows: int) -> int:
 
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     """Into how many parts the keys of a query tile are cut: as asked for, or so that the call takes least time."""
-    if problem.schedule.batch_invariant or tiling.scheduler.shares:
-        return 1
-    if problem.schedule.split_kv != "auto":
-        return problem.schedule.split_kv
-    return time_of(problem, tiling, target).best()
+    return 1 if problem.schedule.batch_invariant else time_of(problem, tiling, target).parts()
 
 
 def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
     """The time model of a call with this tiling."""
-    if tiling.scheduler is Scheduler.STREAM_K:
+    if tiling.scheduler.shares:
         return TimeOfSharing(problem, tiling, target)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
     return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)
@@ -81,10 +76,13 @@ class Time(abc.ABC):
     def best(self) -> int:
         """The number of parts by which it is least."""
 
-    def least(self) -> float:
-        """By the number of parts that is asked for, or the best one."""
+    def parts(self) -> int:
+        """The number of parts that is asked for, or the best one."""
         wanted = self.problem.schedule.split_kv
-        return self.in_parts(self.best() if wanted == "auto" else wanted)
+        return self.best() if wanted == "auto" else wanted
+
+    def least(self) -> float:
+        return self.in_parts(self.parts())
 
     def least_of(self, most: int) -> int:
         """The number of parts, up to `most`, by which it is least."""
@@ -100,8 +98,8 @@ class TimeOfComputing(Time):
 
     def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
         super().__init__(problem, tiling, target)
-        one_of_many = queries(problem) * tiling.slots > tiling.tile_m and self.work > target.sms
-        self.each = tiling.tile_m * tiling.tile_n / 128**2 if one_of_many and tiling.tile_m < 128 else 1.0
+        one_of_many = tiling.tile_m < 128 and self.work > target.sms
+        self.each = tiling.tile_m * tiling.tile_n / 128**2 if one_of_many else 1.0
         # fp32, written and read
         self.part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6
 

@@ -19,6 +19,11 @@ class Scheduler(enum.Enum):
     LATE = "persistent, the next tile drawn late"
     LATE_STREAM_K = "persistent, the next tile drawn late, the last two rounds shared alike"
 
+    @staticmethod
+    def asked(persistent: bool | None) -> Scheduler:
+        """By a stride where blocks are asked to stay, else of one tile each."""
+        return Scheduler.STRIDE if persistent else Scheduler.ONE_TILE
+
     @property
     def draws(self) -> bool:
         """Whether there is a counter."""

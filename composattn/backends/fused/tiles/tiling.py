@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, TypeVar
 
 from ....call.problem import Problem
 from ....primitives.exponential_units import HARDWARE, ExponentialUnits
@@ -13,6 +14,7 @@ from .scheduler import Scheduler
 from .target import Target
 from .traits import keys, queries
 
+AnyTiling = TypeVar("AnyTiling", bound="Tiling")
 STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
 
@@ -21,9 +23,9 @@ def slots(heads: int) -> int:
     return 1 << (heads - 1).bit_length()
 
 
-def whole_pages(most: int) -> int:
-    """Keys of a tile that are whole pages, or a part of one, up to so many: pages are powers of two."""
-    return 1 << most.bit_length() - 1
+def whole_pages(problem: Problem, most: int) -> int:
+    """Keys of a tile up to so many; of paged ones whole pages, or a part of one: pages are powers of two."""
+    return 1 << most.bit_length() - 1 if problem.layout.kv == "paged" else most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ class Tiling(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
         """What only this architecture's kernels have, by what it is about, for people to read."""
+
+
+def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
+    """The first that fits."""
+    return next(tiling for tiling in tilings if tiling.fits(target))
 
 
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:

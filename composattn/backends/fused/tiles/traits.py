@@ -59,10 +59,13 @@ def is_line(score: Expr) -> bool:
     return derivative(score).rate in OF_HEADS and not reads_along_keys(score)
 
 
+def depends(graph: Expr | None, on: Dep) -> bool:
+    """Whether it has other values where these have."""
+    return graph is not None and bool(graph.deps & on)
+
+
 def has_costly_test(mask: Expr | None) -> bool:
     """Whether a test of the mask reads tensors at a query or a key, or looks at a remainder."""
-    if mask is None:
-        return False
     return residual(mask).step > 1 or bool(reads(mask, set(Rate) - OF_HEADS))
 
 
@@ -73,7 +76,7 @@ def has_plain_part(mask: Expr) -> bool:
 
 def has_opaque_test(program: Program) -> bool:
     """Whether the mask has a condition on (q, kv) that is no bound on kv."""
-    return program.mask is not None and residual(program.mask).opaque
+    return residual(program.mask).opaque
 
 
 def bounds_queries(mask: Expr | None) -> bool:
@@ -124,7 +127,7 @@ def changes_weights(program: Program) -> bool:
 
 def weighs_keys(program: Program) -> bool:
     """Whether values of 8 bits are multiplied by numbers of their keys, which go into weights behind their sum."""
-    return program.values is not None and bool(program.values.deps & Dep.KV)
+    return depends(program.values, Dep.KV)
 
 
 def sees_at_most(most: int, program: Program) -> bool:
