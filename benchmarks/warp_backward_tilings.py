@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,12 +24,28 @@ from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
+from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
-from composattn.backends.warp.backward_table import BackwardShape, fits, shaped
+from composattn.backends.warp.choice import backward_of
+from composattn.backends.warp.tiling import WarpBackwardTiling
 
 Gradients = tuple[torch.Tensor, ...]
 WRONG_FROM = 2e-2
 """Relative distance from FlashAttention-2's gradients; those of right ones are 5e-3 apart."""
+
+
+class BackwardShape(NamedTuple):
+    """Fields of a tiling."""
+
+    tile_n: int
+    tile_m: int
+    warps: int
+    score_keys: int
+    sum_keys: int
+    dq_rows: int
+    stages: int = 1
+    blocks: int = 1
+
 
 NARROW = (
     BackwardShape(128, 128, 8, 16, 16, 32, 2), BackwardShape(128, 64, 8, 16, 16, 16, 2),
@@ -61,14 +77,20 @@ class Case(WarpCase[BackwardShape]):
     direction = "backward "
     products = 5
 
+    @property
+    def tiling(self) -> WarpBackwardTiling | None:
+        """What is asked for; None: what calls get."""
+        if self.shape is None:
+            return None
+        return backward_of(self.shape._asdict(), self.problem, (padded(self.dim),) * 2, self.program)
+
     def plans(self, target: Target) -> BackwardPlans:
-        tiling = None if self.shape is None else shaped(self.shape, self.problem, self.program)
-        return plan_backward(self.problem, self.program, target, tiling=tiling)
+        return plan_backward(self.problem, self.program, target, tiling=self.tiling)
 
     @property
     def is_one(self) -> bool:
         """Whether its shape can cut calls of its D on an A100."""
-        return self.shape is None or fits(shaped(self.shape, self.problem, self.program), AMPERE)
+        return self.tiling is None or self.tiling.fits(AMPERE)
 
 
 def compiled(case: Case) -> str:

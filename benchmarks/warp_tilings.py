@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,9 +28,22 @@ from composattn.backends.fused.running.launch import ForwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
-from composattn.backends.warp.forward_table import Shape, shaped
+from composattn.backends.warp.choice import forward_of
 
 ROWS_CHECKED = 256
+
+
+class Shape(NamedTuple):
+    """Fields of a tiling."""
+
+    tile_m: int
+    tile_n: int
+    warp_rows: int
+    stages: int = 1
+    blocks: int = 1
+    resident: bool = False
+
+
 NARROW = (
     Shape(128, 64, 32, blocks=2), Shape(128, 32, 32, blocks=2), Shape(128, 64, 16), Shape(128, 64, 16, stages=2),
     Shape(128, 64, 16, resident=True), Shape(64, 64, 16, blocks=2), Shape(64, 64, 16, blocks=3),
@@ -50,7 +63,7 @@ class Case(WarpCase[Shape]):
 
     def plan(self, target: Target) -> ForwardPlan:
         wide = padded(self.dim)
-        tiling = None if self.shape is None else shaped(self.shape, wide, wide, 1, self.problem)
+        tiling = None if self.shape is None else forward_of(self.shape._asdict(), self.problem, (wide, wide))
         return plan_forward(self.problem, self.program, target, return_lse=False, tiling=tiling)
 
 

@@ -23,7 +23,7 @@ FILES = {
     "hopper": "backward_choice backward_heads backward_table backward_tiling byte_tiling few_rows "
     "forward_choice forward_table fp8_choice fp8_tiling tiling wide_tiling",
     "blackwell": "backward_choice backward_tiling tiling",
-    "warp": "backward_table backward_tiling forward_table tiling",
+    "warp": "choice tiling",
 }
 """By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""
 

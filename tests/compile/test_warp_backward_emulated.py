@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
-from composattn.backends.warp.backward_table import SHAPES, BackwardShape, backward_tiling, fits, shaped
+from composattn.backends.warp.choice import BACKWARD, backward_of, backward_tiling
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -107,22 +107,26 @@ def test_sums_in_a_fixed_order_have_the_same_bits_in_each_mode(mask: str, dim: i
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-MORE = (
-    BackwardShape(128, 64, 8, 32, 32, 32, 2),
-    BackwardShape(64, 64, 4, 16, 16, 32, blocks=2),
-    BackwardShape(64, 128, 8, 32, 32, 32),
-    BackwardShape(128, 32, 4, 32, 32, 16, 2),
-)
+FIELDS = "tile_n", "tile_m", "warps", "score_keys", "sum_keys", "dq_rows", "stages", "blocks"
+MORE = tuple(
+    dict(zip(FIELDS, numbers, strict=True))
+    for numbers in (
+        (128, 64, 8, 32, 32, 32, 2, 1), (64, 64, 4, 16, 16, 32, 1, 2), (64, 128, 8, 32, 32, 32, 1, 1),
+        (128, 32, 4, 32, 32, 16, 2, 1),
+    )
+)  # fmt: skip
 """Tiles that the table may come to have."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*MORE, *(row.says for row in SHAPES)], ids=str)
-def test_every_tile_gives_right_numbers(shape: BackwardShape, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("said", [*MORE, *(row.says for row in BACKWARD)], ids=str)
+def test_every_tile_gives_right_numbers(said: dict[str, int], generator: torch.Generator) -> None:
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v, dout = draw(1, 2, 300, 64), draw(1, 1, 150, 64), draw(1, 1, 150, 64), draw(1, 2, 300, 64)
     problem, attention = Problem.of(q, k, v), ca.Attention(mask_mod=causal(), backend="warp-emulated")
-    plans = plan_backward(problem, attention.program, AMPERE, tiling=shaped(shape, problem, attention.program))
+    plans = plan_backward(
+        problem, attention.program, AMPERE, tiling=backward_of(said, problem, (64, 64), attention.program)
+    )
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     out, lse = attention(*inputs, return_lse=True)
     wanted = torch.autograd.grad(out, inputs, dout)
@@ -144,7 +148,7 @@ def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
             for dv in (d, 264 - d):
                 problem = Problem(2, 16, 4, 4096, 8192, d, dv, torch.bfloat16, torch.device("cpu"))
                 tiling = backward_tiling(problem, ca.Attention(**mods).program, target, False)
-                assert fits(tiling, target)
+                assert tiling.fits(target)
                 assert tiling.shared_memory(2) <= target.shared_memory
 
 

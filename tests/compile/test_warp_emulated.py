@@ -18,7 +18,7 @@ from composattn import errors
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import ADA, AMPERE, TARGETS, Target
-from composattn.backends.warp.forward_table import SHAPES, Shape, fits, shaped
+from composattn.backends.warp.choice import FORWARD, forward_of
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -95,20 +95,23 @@ def test_sequences_lie_as_they_like(lies: str) -> None:
             check(run, dataclasses.replace(case, dout=None, dlse=None))
 
 
-MORE = (Shape(64, 32, 16, stages=3), Shape(128, 32, 32, stages=2), Shape(64, 32, 16, resident=True))
+MORE: tuple[dict[str, Any], ...] = (
+    {"tile_m": 64, "tile_n": 32, "warp_rows": 16, "stages": 3},
+    {"tile_m": 128, "tile_n": 32, "warp_rows": 32, "stages": 2},
+    {"tile_m": 64, "tile_n": 32, "warp_rows": 16, "stages": 1, "resident": True},
+)
 """Tiles that the table may come to have."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*MORE, *(row.says for row in SHAPES)], ids=str)
-def test_every_tile_gives_right_numbers(shape: Shape, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("said", [*MORE, *(row.says for row in FORWARD)], ids=str)
+def test_every_tile_gives_right_numbers(said: dict[str, Any], generator: torch.Generator) -> None:
     d = 64  # 32 keys of fewer columns are less than eight warps copy at once
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 2, 150, d), draw(1, 1, 300, d), draw(1, 1, 300, d)
     problem = Problem.of(q, k, v)
-    plan = plan_forward(
-        problem, ca.Attention(mask_mod=causal()).program, AMPERE, tiling=shaped(shape, d, d, 1, problem)
-    )
+    tiling = forward_of(said, problem, (d, d))
+    plan = plan_forward(problem, ca.Attention(mask_mod=causal()).program, AMPERE, tiling=tiling)
     for mode in MODES:
         with emulating(mode):
             out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
@@ -154,7 +157,7 @@ def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
         for queries in (1, 8, 4096):
             problem = Problem(2, 16, 4, queries, 8192, d, 264 - d, torch.bfloat16, torch.device("cpu"))
             tiling = plan_forward(problem, ca.Attention(mask_mod=causal()).program, target).tiling
-            assert fits(tiling, target)  # type: ignore[arg-type]
+            assert tiling.fits(target)
             assert tiling.shared_memory(2) <= target.shared_memory
 
 

@@ -11,9 +11,8 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import AMPERE
-from .backward_table import backward_tiling, backward_words
+from .choice import backward_tiling, backward_words, forward_tiling, forward_words
 from .eight_bits import refuses_eight_bits
-from .forward_table import forward_tiling, forward_words
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:

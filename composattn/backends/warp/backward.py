@@ -15,10 +15,10 @@ from ..fused.kernels.backward import Backward, BackwardOperands
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyGroup
 from ..fused.planning.plan_backward import BackwardPlan
-from .backward_tiling import ROWS, WarpBackwardTiling
 from .key_tile import BackwardProducts, WarpBackwardBlock
 from .mma import fragment_shape
 from .rounding import PartRows
+from .tiling import ROWS, WarpBackwardTiling
 
 LINE = BYTES // 4  # fp32 numbers of a copy
 DQ_AT_ONCE = 48  # sums of dQ in a thread's registers

@@ -10,8 +10,8 @@ from cutlass.memory import SmemAllocator
 from ...primitives.matrix_loads import MatrixTile, Operand
 from ...primitives.swizzled_tiles import at_column, swizzled
 from ...primitives.values import Fixed
-from .backward_tiling import ROWS, WarpBackwardTiling
 from .mma import Warp
+from .tiling import ROWS, WarpBackwardTiling
 
 LINE = 8  # numbers of 16 bytes
 

@@ -14,8 +14,8 @@ from ...primitives.values import Fixed, permuted
 from ..fused.kernels.around.backward_gather import BackwardGather
 from ..fused.kernels.around.postprocess import Postprocess
 from ..fused.planning.plan_backward import GatherPlan, PostprocessPlan
-from .backward_tiling import ROWS, Part, WarpBackwardTiling
 from .mma import LANES, Warp
+from .tiling import ROWS, Part, WarpBackwardTiling
 
 
 class PartRows(Fixed):

@@ -1,14 +1,29 @@
-"""Tiles of the forward of warps, as data."""
+"""Tiles of the kernels of warps, as data; `choice` says which a call gets."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterable
 from typing import ClassVar
 
-from ..fused.tiles.tiling import ForwardTiling
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import BackwardTiling, ForwardTiling
 
-L2 = 24 << 20  # bytes of K and V of the heads that are worked on together
+ROWS = 16  # of a product
+RESERVED = 1024  # bytes of shared memory that each block takes beside its own
+
+
+def copied_whole(rows: Iterable[int], columns: Iterable[int], warps: int) -> bool:
+    """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128."""
+    return all(n * math.gcd(2 * wide, 128) % (16 * 32 * warps) == 0 for n, wide in itertools.product(rows, columns))
+
+
+def have_room(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
+    """Whether an SM holds as many blocks as the tiling wants, with what each reserves."""
+    of_a_block = tiling.shared_memory(element_bytes=2) + RESERVED
+    return tiling.blocks * of_a_block <= target.shared_memory + RESERVED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +33,7 @@ class WarpTiling(ForwardTiling):
     `resident`: Q waits in registers for all tiles of keys.
     """
 
-    l2: ClassVar[int] = L2
+    l2: ClassVar[int] = 24 << 20  # bytes of K and V of the heads that are worked on together
 
     warp_rows: int
     stages: int
@@ -37,12 +52,9 @@ class WarpTiling(ForwardTiling):
     def reads_far_ahead(self) -> bool:
         return self.stages > 1
 
-    @property
-    def copies_are_whole(self) -> bool:
-        """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128."""
-        tiles = ((self.tile_m, self.d), (self.tile_n, self.d), (self.tile_n, self.dv))
-        copied = 32 * self.warps * 16
-        return all(rows * math.gcd(2 * columns, 128) % copied == 0 for rows, columns in tiles)
+    def fits(self, target: Target) -> bool:
+        whole = copied_whole((self.tile_m, self.tile_n), (self.d,), self.warps)
+        return whole and copied_whole((self.tile_n,), (self.dv,), self.warps) and have_room(self, target)
 
     def shared_memory(self, element_bytes: int) -> int:
         numbers = self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)
@@ -54,4 +66,86 @@ class WarpTiling(ForwardTiling):
             "roles": f"{self.warps} warps of {self.warp_rows} rows, which copy too, {self.stages} stages{stays}; "
             f"blocks on an SM: {self.blocks}",
             "overlap": f"K and V come under products; rescale after the softmax {self.threshold}",
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A warp's part of a product: `rows`, and every `across`-th 16 columns of all of them."""
+
+    rows: int
+    across: int
+
+    def serves(self, columns: int) -> bool:
+        """Whether warps have whole columns, that lie together in lines."""
+        return 0 < self.across * ROWS <= math.gcd(columns, 64) and columns // ROWS % self.across == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarpBackwardTiling(BackwardTiling):
+    """All `warps` copy and compute; Q and dO lie in `stages` each. An SM holds so many `blocks`.
+
+    Of each product a warp has some rows: `score_keys` of scores, `sum_keys` of dK and dV, `dq_rows` of dQ; those that
+    have the same rows share its columns, which for scores are queries. `distances`: numbers in shared memory through
+    which sums of gradients by distance pass.
+    """
+
+    warps: int
+    score_keys: int
+    sum_keys: int
+    dq_rows: int
+    stages: int = 1
+    blocks: int = 1
+    distances: int = 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def score_queries(self) -> int:
+        """Queries of a warp's scores."""
+        return self.tile_m * self.tile_n // (self.warps * self.score_keys)
+
+    @property
+    def sums(self) -> Part:
+        """A warp's part of dK and dV."""
+        return Part(self.sum_keys, self.warps * self.sum_keys // self.tile_n)
+
+    @property
+    def dq(self) -> Part:
+        """A warp's part of dQ."""
+        return Part(self.dq_rows, self.warps * self.dq_rows // self.tile_m)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether P and dS are operands where they were computed, in registers; else they pass shared memory."""
+        return self.sums == Part(self.score_keys, 1) and self.score_queries == self.tile_m
+
+    def fits(self, target: Target) -> bool:
+        """Whether threads copy whole tiles, and warps have whole parts."""
+        whole = copied_whole((self.tile_m, self.tile_n), (self.d, self.dv), self.warps)
+        parts = self.dq.serves(self.d) and self.sums.serves(self.d) and self.sums.serves(self.dv)
+        enough = self.score_queries >= ROWS and self.threads >= self.tile_m // 2
+        return whole and parts and enough and have_room(self, target)
+
+    def with_distances(self) -> WarpBackwardTiling:
+        """With room for sums by distance, of which `Diagonals` puts a line for each of 8 keys of a warp."""
+        diagonals = self.score_queries + self.score_keys - 1
+        line = max(diagonals + 33, 64 + 32 * ((diagonals - 1) // 32))
+        return dataclasses.replace(self, distances=8 * self.warps * -(-line // 8) * 8)
+
+    def shared_memory(self, element_bytes: int) -> int:
+        numbers = (self.tile_n + self.stages * self.tile_m) * (self.d + self.dv)
+        weights = (2 - self.keeps_weights) * self.tile_m * self.tile_n
+        statistics = 2 * self.stages * self.tile_m
+        return element_bytes * (numbers + weights) + 4 * (statistics + self.distances) + 1024
+
+    def describe(self) -> dict[str, str]:
+        where = "registers" if self.keeps_weights else "shared memory"
+        return {
+            "stages": f"Q and dO {self.stages}; blocks on an SM: {self.blocks}",
+            "roles": f"{self.warps} warps, which copy too, of {self.score_keys} keys and {self.score_queries} queries; "
+            f"P and dS in {where}",
+            "dQ": f"summed in fp32 in memory, {self.dq_rows} rows of a warp",
         }

@@ -1,0 +1,77 @@
+"""Which tiles a call has, forward and backward: of each a table, of which the first row that fits is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...analysis.captured_gradient import Pattern as Sums
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ..fused.planning.call_class import CallClass, class_of
+from ..fused.planning.tables import Table, matches, table
+from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
+from ..fused.tiles.target import Target
+from ..fused.tiles.traits import sums_by
+from .tiling import WarpBackwardTiling, WarpTiling
+
+FEW = 64  # rows of the smallest tile
+L2 = 16 << 20  # bytes of what the heads of a backward read and add to that run together
+FILE = Path(__file__).with_name("tables.json")
+FORWARD: Table[dict[str, Any]] = table(FILE, "forward")  # fields of the tiling
+BACKWARD: Table[dict[str, Any]] = table(FILE, "backward")
+
+Chosen = tuple[Any, str]  # a tiling, and what says so
+
+
+def forward_tiling(problem: Problem, program: Program, target: Target) -> WarpTiling:
+    """Tiles of the forward kernel."""
+    return _forward(problem, program, target)[0]
+
+
+def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> WarpBackwardTiling:
+    """Tiles of the backward kernel."""
+    return _backward(problem, program, target, deterministic)[0]
+
+
+def forward_words(problem: Problem, program: Program, target: Target) -> str:
+    """The class of a call, and what says its tiles, for people to read."""
+    return _forward(problem, program, target)[1]
+
+
+def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
+    """The class of a call, and what says its tiles, for people to read."""
+    return _backward(problem, program, target, deterministic)[1]
+
+
+def _forward(problem: Problem, program: Program, target: Target) -> Chosen:
+    heads = packed_heads(problem, program, FEW)
+    call = class_of(problem, program, target, "forward", rows=FEW, heads=heads)
+    return _chosen(FORWARD, call, target, lambda said: forward_of(said, problem, call.dims, heads))
+
+
+def _backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
+    call = class_of(problem, program, target, "backward", rows=FEW, deterministic=deterministic)
+    return _chosen(BACKWARD, call, target, lambda said: backward_of(said, problem, call.dims, program))
+
+
+def _chosen(rows: Table[Any], call: CallClass, target: Target, made: Callable[[Any], Any]) -> Chosen:
+    """The first row that is of such calls and fits: its tiling, and what says so."""
+    tilings = ((made(row.says), row.evidence) for row in rows if matches(call, row.pattern))
+    return next((tiling, f"{call}; {evidence}") for tiling, evidence in tilings if tiling.fits(target))
+
+
+def forward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], heads: int = 1) -> WarpTiling:
+    """A tiling with these fields, for D and Dv on chip and so many packed heads."""
+    d, dv = dims
+    scheduler, together = Scheduler.asked(problem.schedule.persistent), problem.schedule.heads_together
+    return WarpTiling(**said, d=d, dv=dv, packed_heads=heads, heads_together=together, scheduler=scheduler)
+
+
+def backward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], program: Program) -> WarpBackwardTiling:
+    """A tiling with these fields, for D and Dv on chip."""
+    d, dv = dims
+    tiling = WarpBackwardTiling(**said, d=d, dv=dv, l2=L2, heads_together=problem.schedule.heads_together)
+    return tiling.with_distances() if sums_by(program, Sums.DISTANCE) else tiling
