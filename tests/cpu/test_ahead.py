@@ -92,6 +92,8 @@ def learning(**mods: Any) -> Call:
     return lambda backend: call_of(mods, q, k, v)(backend).sum().backward()
 
 
+LEARNED = torch.ones(4).requires_grad_()
+SLOPES = alibi(LEARNED)
 SHAPE, ONE_QUERY = ["--shape", "2,4,2,512,512,64"], ["--shape", "2,4,2,1,512,64"]
 DOCUMENTS, BLOCKS = document(IDS) & causal(), ca.BlockSparse.topk(PICKED, 64, 512, 512)
 CALLS: dict[str, tuple[list[str], Call]] = {
@@ -110,6 +112,7 @@ CALLS: dict[str, tuple[list[str], Call]] = {
     "one-query": ([*ONE_QUERY, "--page-size", "64"], paged(1)),
     "split": ([*ONE_QUERY, "--split-kv", "4"], dense(1, schedule=ca.Schedule(split_kv=4))),
     "gradient": ([*SHAPE, "--gradient", "--mask", "causal()"], learning(mask_mod=causal())),
+    "learned-slopes": ([*SHAPE, "--gradient", "--score", f"{__name__}:SLOPES"], learning(score_mod=alibi(LEARNED))),
 }
 
 
@@ -142,7 +145,8 @@ def test_the_first_call_on_a_device_loads_what_was_compiled_ahead(
     compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arch: str
 ) -> None:
     kernels = first_call_compiles_nothing(compiled, monkeypatch, tmp_path / "ahead", name, arch, 148)
-    also = {"split": {"combine"}, "gradient": {"preprocess", "backward", "postprocess"}}
+    backward = {"preprocess", "backward", "postprocess"}
+    also = {"split": {"combine"}, "gradient": backward, "learned-slopes": {"units", *backward}}
     assert kernels >= {"forward"} | also.get(name, set())
 
 

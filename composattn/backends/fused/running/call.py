@@ -50,7 +50,8 @@ class FusedCall(FusedKernels):
         self.checks_gradient  # noqa: B018  raises where there is none
         made, known = self.launcher(True, asked.max_scores).kernels(), self.gradient
         summed = frozenset(c for c in self._reads[0] if c.tensor.requires_grad and c in known.fusable)
-        return made + known.launcher(asked.lse, known.deterministic(), summed).kernels()
+        made += known.launcher(asked.lse, known.deterministic(), summed).kernels()
+        return [*made, known.summing(summed).kernel(asked.lse)] if summed else made
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

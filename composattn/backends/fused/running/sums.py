@@ -73,10 +73,11 @@ class FixedPointSums:
         bounds = self.program.bounds(dout.numel() // dout.shape[-1], *lengths)
         rows_in_use = None if sequences.used_q is None else sequences.queries
         keys_in_use = None if sequences.used_k is None else sequences.keys
-        find_units = self._kernels.get(dlse is not None) or self._kernel(dlse is not None)
+        find_units = self._kernels.get(dlse is not None) or self.kernel(dlse is not None)
         find_units(dout, v, dlse, rows_in_use, keys_in_use, found, bounds, units)
 
-    def _kernel(self, has_dlse: bool) -> Any:
+    def kernel(self, has_dlse: bool) -> Any:
+        """The one that finds units, made anew; `has_dlse`: of a gradient through LSE too."""
         layout = self.problem.layout
         plan = UnitsPlan(
             target=self.target, dtype=self.problem.dtype, head_dim_v=self.problem.head_dim_v,
