@@ -259,17 +259,19 @@ def parser() -> argparse.ArgumentParser:
     call = argparse.ArgumentParser(add_help=False)
     call.add_argument("--mask", help="'causal() & sliding_window(1024)', or package.module:name")
     call.add_argument("--score", help="'alibi(8) >> softcap(30.0)', or package.module:name")
-    usual = shape_from("1,8,8,4096,4096,128")
-    call.add_argument("--shape", type=shape_from, default=usual, help="B,Hq,Hkv,Sq,Skv,D[,Dv]")
-    call.add_argument("--dtype", choices=DTYPES, default="bf16")
+    usual = "1,8,8,4096,4096,128"
+    shape = f"B,Hq,Hkv,Sq,Skv,D[,Dv]; default: {usual}"
+    call.add_argument("--shape", type=shape_from, default=shape_from(usual), help=shape)
+    call.add_argument("--dtype", choices=DTYPES, default="bf16", help="of q, k and v; default: bf16")
     call.add_argument("--device", help="default: the GPU where there is one")
     call.add_argument("--backend", choices=ca.backends.BACKENDS, help="default: what ca.attention picks for the device")
     call.add_argument("--varlen", action="store_true", help="B packed sequences of Sq queries and Skv keys each")
     call.add_argument("--seqused", action="store_true", help="packed, and only some first rows of each are used")
     call.add_argument("--page-size", type=count_from, help="keys and values in pages of so many rows")
     call.add_argument("--split-kv", type=splits_from, default="auto", help="parts of the keys, or auto")
-    commands.add_parser("explain", parents=[call], help=explain.__doc__).set_defaults(run=explain)
-    kernel = commands.add_parser("compile", parents=[call], help=compile_kernels.__doc__)
+    added = functools.partial(_added, commands, program)
+    added(explain, "--mask 'causal() & sliding_window(256)' --shape 1,8,2,4096,4096,128", [call])
+    kernel = added(compile_kernels, "--mask 'causal()' --gradient", [call], name="compile")
     arches = [target.arch for target in TARGETS.values()]
     kernel.add_argument("--target", choices=arches, help="machine code; default: this GPU's, else the backend's")
     kernel.add_argument("--sms", type=count_from, help="SMs of the GPU, as doctor prints them there")
@@ -277,17 +279,27 @@ def parser() -> argparse.ArgumentParser:
     kernel.add_argument("--max-scores", action="store_true", help="for calls with return_max_scores")
     kernel.add_argument("--gradient", action="store_true", help="for calls that autograd records, backward too")
     kernel.add_argument("--out", type=Path, help="a cache folder to keep them in, to be copied; default: the cache")
-    kernel.set_defaults(run=compile_kernels)
-    times = commands.add_parser("tune", parents=[call], help=tune.__doc__)
+    times = added(tune, "--mask 'causal()' --score 'softcap(30.0)' --gradient", [call])
     times.add_argument("--gradient", action="store_true", help="the backward too")
-    times.set_defaults(run=tune)
-    keeping = commands.add_parser("cache", help=cache.__doc__)
+    keeping = added(cache, "--unused 30")
     keeping.add_argument("--unused", type=days_from, metavar="DAYS", help="remove kernels not used for so long; 0: all")
     keeping.set_defaults(run=cache)
-    checks = commands.add_parser("doctor", help=doctor.__doc__)
+    checks = added(doctor, "--full")
     checks.add_argument("--full", action="store_true", help=full.__doc__)
     checks.set_defaults(run=lambda options: full() if options.full else doctor())
     commands.add_parser("bench", help=bench.__doc__, add_help=False)
+    return made
+
+
+def _added(
+    commands: Any, program: str, run: Any, example: str, parents: Sequence[argparse.ArgumentParser] = (), name: str = ""
+) -> argparse.ArgumentParser:
+    """A command that says what it does, and an example of it."""
+    name = name or run.__name__
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, parents=parents, help=run.__doc__, description=run.__doc__, epilog=f"example: {program} {name} {example}"
+    )
+    made.set_defaults(run=run)
     return made
 
 

@@ -48,6 +48,8 @@ def doctor() -> int:
     for backend in ca.backends.BACKENDS:
         LOG.info("a tiny call by %s", backend)
         print(f"backend {backend}: {serves(backend)}")
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"calls on {here} that name no backend take {ca.backends.default_for(here)}")
     return 0
 
 
@@ -58,6 +60,9 @@ def serves(backend: str) -> str:
     gpu = torch.cuda.is_available() and not eager and not backend.endswith("-emulated")
     dtype = torch.float32 if eager else torch.bfloat16
     q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).to("cuda" if gpu else "cpu", dtype) for _ in range(3))
+    why = ca.backends.BACKENDS[backend].unavailable(q.device)
+    if why is not None:
+        return f"no: {why}"
     try:
         out, _ = ca.attention(q, k, v, return_lse=True, backend=backend)
     except ca.errors.ComposattnError as refusal:

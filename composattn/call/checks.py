@@ -79,6 +79,8 @@ _ELSEWHERE = {
     "q_descale": "it is called q_scale here",
     "k_descale": "it is called k_scale here",
     "v_descale": "it is called v_scale here",
+    "need_weights": "weights are never formed; composattn.attention_weights gives those of some rows",
+    "key_padding_mask": "write mask_mod=composattn.mods.padding(real), of bools (B, Skv) that are True at real tokens",
     "return_aux": "write return_lse=True, or call composattn.flex_attention",
     "kernel_options": "write schedule=composattn.Schedule(...)",
 }

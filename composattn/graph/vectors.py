@@ -205,9 +205,10 @@ def refuse_length(count: int) -> Any:
     """Refuses a row of too many numbers."""
     return refuse(
         errors.UnindexedTensor,
-        f"a row of {count} numbers is used whole; a mod takes rows of up to {LONGEST}, and unrolls them. Compute what "
-        "it needs of the row outside and capture the result; blocks of keys that a model picks are a mask of their "
-        "own: ca.BlockSparse.topk(indices, block, q_len, kv_len)",
+        f"a row of {count} numbers is used whole; a mod takes rows of up to {LONGEST}, and unrolls them. Was one "
+        "number meant? Then an index is missing: tensor[q_idx, kv_idx]. Else compute what it needs of the row outside "
+        "and capture the result; blocks of keys that a model picks are a mask of their own: "
+        "ca.BlockSparse.topk(indices, block, q_len, kv_len)",
     )
 
 

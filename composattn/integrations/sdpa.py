@@ -74,7 +74,7 @@ def mods_of(
 ) -> tuple[Any, Any]:
     """(score mod, mask mod) that torch's arguments say of q (B, Hq, Sq, D) and k; `leading`: dimensions of the result.
 
-    Raises: `UnsupportedOption`, `DTypeMismatch`, `WrongRank`, `ShapeMismatch`, `UnsupportedLayout`.
+    Raises: `UnsupportedOption`, `DTypeMismatch`, `ShapeMismatch`, `UnsupportedLayout`.
     """
     if attn_mask is not None and is_causal:
         raise UnsupportedOption("attn_mask and is_causal exclude each other; hide later keys in attn_mask")
@@ -129,8 +129,6 @@ def _table(
     """b, h, q, kv → what a mask says of the pair; where it is one for all, it is read there."""
     if mask.dtype not in (torch.bool, torch.float32, dtype):
         raise DTypeMismatch(f"attn_mask is bool, float32 or {dtype} as the query, got {mask.dtype}")
-    if mask.ndim < 2:
-        raise WrongRank(f"attn_mask needs (..., Sq, Skv), got {tuple(mask.shape)}")
     whole = torch.Size([*leading, q_length, kv_length])
     try:
         if torch.broadcast_shapes(mask.shape, whole) != whole:

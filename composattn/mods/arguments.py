@@ -22,10 +22,10 @@ At = Callable[[Any], Any]
 """What an argument is at an index expression (a head, a batch): itself, or its element there."""
 
 
-def integer(value: Any, name: str, minimum: int = 0) -> int:
-    """A Python int of at least `minimum`."""
+def integer(value: Any, name: str, minimum: int = 0, others: str = "") -> int:
+    """A Python int of at least `minimum`; `others`: what else would be taken, for who gives neither."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidModArgument(f"{name} must be a Python int, got {_what(value)}")
+        raise InvalidModArgument(f"{name} must be a Python int{others}, got {_what(value)}")
     if value < minimum:
         raise InvalidModArgument(f"{name} must be at least {minimum}, got {value}")
     return value
@@ -53,7 +53,7 @@ def count_at(value: Any, name: str, axis: str) -> At:
         if not value.expr.dtype.is_integer:
             raise InvalidModArgument(f"{name} must be an integer, got a scalar of type {value.expr.dtype.value}")
         return lambda i: value
-    integer(value, name)
+    integer(value, name, others=f", a ca.scalar, or a tensor of integers, () or ({axis},)")
     return lambda i: value
 
 

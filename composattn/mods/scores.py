@@ -39,7 +39,7 @@ def alibi(slopes: torch.Tensor | int, symmetric: bool = False, align: str = "top
         table = tensor(slopes, "slopes", "float", ("H",), ("B", "H"))
         slope = (lambda b, h: table[h]) if table.ndim == 1 else (lambda b, h: table[b, h])
     else:
-        heads = integer(slopes, "slopes", 1)
+        heads = integer(slopes, "slopes", 1, others=" (how many heads), or a float tensor (H,) or (B, H)")
         one_of_them = counted("h", heads)
         slope = lambda b, h: _paper_slope(one_of_them(h), heads)  # noqa: E731
 

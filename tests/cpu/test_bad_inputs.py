@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -214,9 +215,23 @@ def test_tensors_of_several_processes_are_refused_by_name() -> None:
 
 
 def test_keywords_of_other_attention_functions_are_refused_with_what_to_write() -> None:
-    for name, words in {"is_causal": "causal()", "block_mask": "flex_attention", "dropout_p": "dropout"}.items():
-        with pytest.raises(TypeError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    instead = {"is_causal": "causal()", "block_mask": "flex_attention", "dropout_p": "dropout"}
+    instead |= {"need_weights": "attention_weights", "key_padding_mask": "padding(real)"}
+    for name, words in instead.items():
+        with pytest.raises(TypeError, match=re.escape(words)):
             refuse_keywords([name])
+
+
+def test_what_else_would_be_taken_is_said() -> None:
+    table = torch.zeros(64, 64)
+    with pytest.raises(errors.InvalidModArgument, match=r"how many heads\), or a float tensor \(H,\)"):
+        scores.alibi([0.5, 0.25])  # type: ignore[arg-type]
+    with pytest.raises(
+        errors.InvalidModArgument, match=r"ca\.scalar, or a tensor of integers, \(\) or \(H,\), got 2\.5"
+    ):
+        masks.sliding_window(2.5)  # type: ignore[arg-type]
+    with pytest.raises(errors.UnindexedTensor, match=r"an index is missing: tensor\[q_idx, kv_idx\]"):
+        ca.score(lambda s, b, h, q, kv: s + table[q])
 
 
 def test_a_mask_and_a_score_are_made_of_functions_too() -> None:
