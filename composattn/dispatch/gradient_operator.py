@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch._compile import _disable_dynamo
+from torch._library.autograd import make_autograd_impl
 
 from ..call.strides import ordered, strides_of_ordered
 
@@ -48,6 +52,33 @@ def differentiable(op: Any, backward: Any, said: int) -> None:
 
     op.register_autograd(gradient, setup_context=setup)
     backward.register_fake(_empty_gradients)
+    for one in (op, backward):
+        _shorten(one)
+
+
+_OURS = torch.library.Library("composattn", "IMPL")
+
+
+def _shorten(op: Any) -> None:
+    """Calls of plain tensors where nothing is recorded, as compiled code makes them, go straight to the function.
+
+    Torch's own way leads through four functions of Python and back through its dispatcher: 37 µs, where this takes 15.
+    """
+    whole, run = make_autograd_impl(op._opoverload, op), _disable_dynamo(op._init_fn)
+
+    def kernel_of(dense: Any) -> Callable[..., Any]:
+        def kernel(keys: Any, *given: Any) -> Any:
+            # whatever is to be asked before a plain tensor's function: modes, subclasses, negated views
+            if torch.is_grad_enabled() or (keys & _after_autograd_keyset).highestPriorityTypeId() != dense:
+                return whole(keys, *given)
+            with _AutoDispatchBelowAutograd():
+                return run(*given)
+
+        return kernel
+
+    for key in ("CPU", "CUDA"):
+        kernel = kernel_of(getattr(torch._C.DispatchKey, key))
+        _OURS.impl(op._opoverload, kernel, f"Autograd{key}", with_keyset=True)
 
 
 def _of_tensors(one: Any) -> bool:

@@ -16,7 +16,9 @@ from benchmarks.host_work import RECIPE, Size, drawn_documents, read_of, without
 from composattn.analysis import matches, replayed
 from composattn.analysis.rerun import Rerun
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments, PreprocessArguments
-from composattn.dispatch import operator_plans
+from composattn.call.sequences import flatten
+from composattn.dispatch import operator_plans, operators
+from composattn.mods import causal
 from tests.cpu.test_host_work import MASKS
 
 SIZES = {"all-at-once": RECIPE, "ordered": Size(1, 16, 16, 1100, 64)}
@@ -243,3 +245,29 @@ def test_a_backward_takes_what_its_forward_derived_where_it_still_lies(noted: Re
             wanted = Layer(attend, size)(noted, ids.clone())
             assert_same(found, wanted[-len(found) :])
     assert replays == [0, 1]
+
+
+def test_a_call_that_records_nothing_goes_straight_to_the_operators_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_torch: list[str] = []
+
+    def noted(operator: Any) -> Callable[..., Any]:
+        run, name = operator._backend_fns[None], operator._name
+        return lambda *given: (by_torch.append(name), run(*given))[1]
+
+    for operator in (operators.attend, operators.attend_backward):
+        monkeypatch.setitem(operator._backend_fns, None, noted(operator))
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    torch._dynamo.reset()
+    layer = torch.compile(lambda q: ca.attention(q, q, q, mask_mod=causal()), fullgraph=True, backend="aot_eager")
+    layer(q).sum().backward()  # torch watches the first call, by a mode
+    by_torch.clear()
+    layer(q).sum().backward()
+    assert by_torch == []
+    serialized = ca.Attention(mask_mod=causal()).serialized
+    negated = torch.view_as_complex(torch.randn(1, 2, 16, 8, 2)).conj().imag
+    given = [*serialized.tensors], *flatten(None, None), serialized.form, -1, False
+    with torch.no_grad():
+        found = torch.ops.composattn.attend(negated, q, q, *given)[0]
+    torch.testing.assert_close(found, ca.attention(negated.resolve_neg(), q, q, mask_mod=causal()))
+    torch.ops.composattn.attend(q, q, q, *given)[0].sum().backward()  # recorded
+    assert by_torch == ["attend", "attend"]
