@@ -28,6 +28,7 @@ from benchmarks.host_work import (
     read_of,
     without_kernels,
 )
+from benchmarks.implementations import OURS
 from composattn.analysis.refreshed import distrusting
 from composattn.backends.fused.planning.arguments import (
     ForwardArguments,
@@ -445,6 +446,6 @@ def test_what_is_bare_launches_what_a_call_and_its_gradient_do() -> None:
     with without_kernels(lambda plan: lambda *arguments: None):
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         for name, calls in host.entries(x).items():
-            bare = host.Bare(calls[host.OURS], x, True)
+            bare = host.Bare(calls[OURS], x, True)
             assert len(bare.forward) == 1 and len(bare.backward) >= 3, name
             assert len(torch.autograd.grad(bare(), x.qkv, x.dout)) == 3
