@@ -224,10 +224,24 @@ def plot(result: Result, folder: Path) -> list[str]:
         axes.set_xlabel(f"{label} ({result.facts['machine'].split(',')[0]})")
         name = f"{result.name}-{suffix}.svg"
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / name, metadata={"Date": None})
+        keep(figure, folder / name)
         plt.close(figure)
         drawn.append(name)
     return drawn
+
+
+_DARK = "<style>@media (prefers-color-scheme: dark){svg{filter:invert(.88) hue-rotate(180deg)}}</style>"
+
+
+def keep(figure: Any, path: Path) -> None:
+    """Writes a plot that a reader's browser shows on dark paper where the reader asks for that."""
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text(with_dark_form(path.read_text()))
+
+
+def with_dark_form(svg: str) -> str:
+    """matplotlib writes each colour where it is used: all are turned at once, light into dark, of the same hue."""
+    return svg.replace("<defs>", f"<defs>{_DARK}", 1)
 
 
 SHOWN = "D128 S8192"
@@ -265,7 +279,7 @@ def plot_speed(results: list[Result], folder: Path) -> None:
         axes.set_xlabel("TFLOP/s")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / SPEED, metadata={"Date": None})
+    keep(figure, folder / SPEED)
     plt.close(figure)
 
 

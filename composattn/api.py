@@ -281,8 +281,9 @@ def attention(
     k and v may have 8 bits (float8_e4m3fn, float8_e5m2), and q too, times `k_scale`, `v_scale` and `q_scale`; out is
     of q's dtype, or of `out_dtype` where q has 8 bits (None: bf16). Score mods see true scores. A scale is a number,
     (1,), (Hkv,), (B, Hkv) (of q also by its own heads), or has one number for each row, (B, H, S), (total, H) or
-    (num_pages, H, page_size), or for each block of rows, (B, H, S / block), block a power of two; v's also for each
-    channel, (B, Hkv, Dv). See `ca.Quantized`, which is a tensor with its scale, and `ca.quantize`.
+    (num_pages, H, page_size), or for each block of rows, (B, H, S / block), block a power of two, of v (B, H,
+    S / block, 1); v's also for each channel, (B, Hkv, Dv). See `ca.Quantized`, which is a tensor with its scale, and
+    `ca.quantize`.
     """
     if unknown:
         refuse_keywords(unknown)

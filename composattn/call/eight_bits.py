@@ -30,7 +30,8 @@ class Quantized(NamedTuple):
 
     data: float8_e4m3fn or float8_e5m2, of the shape that q, k or v has in a call: dense, packed or in pages.
     scale: one number, (H,), (B, H), (B, H, S) for rows (the shape of `data` without its last dimension), blocks of
-        rows (B, H, S / block), and for v also channels (B, H, 1, Dv); dimensions of 1 are shared. None: 1.
+        rows (B, H, S / block), of v (B, H, S / block, 1), and for v also channels (B, H, 1, Dv); dimensions of 1 are
+        shared. None: 1.
     mean: (B, H, 1, D), what was taken from each row of k before; scores get it back. None: nothing was.
     wide: what was quantised, where it asks for a gradient; None elsewhere.
     dtype: what it was quantised from, and what `dequantised` gives.

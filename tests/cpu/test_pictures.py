@@ -20,6 +20,7 @@ from composattn.analysis.drawing import DARK, PALE, SEEN, TESTED, WHOLE, Drawing
 from composattn.mods import alibi, bias, causal, document, sliding_window, softcap
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "pictures.ipynb"
+PLOTS = Path(__file__).parents[2] / "docs" / "plots"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -67,6 +68,12 @@ def test_a_score_mod_is_drawn_as_a_curve_or_by_what_it_adds() -> None:
     assert "score" not in heat and heat.count("<path") > 5
     learned = bias(torch.nn.Parameter(torch.randn(1, 1, 64, 64)))
     assert ET.fromstring(learned._repr_svg_()).tag == f"{SVG}svg"
+
+
+def test_every_picture_of_the_pages_has_a_dark_form() -> None:
+    pictures = sorted(PLOTS.rglob("*.svg"))
+    assert len(pictures) > 30
+    assert [p.name for p in pictures if "prefers-color-scheme: dark" not in p.read_text()] == []
 
 
 def test_every_colour_has_one_for_dark_paper() -> None:
