@@ -45,6 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "per row, Hadamard, centered": {"scale": "token"},
     "per head, Hadamard, centered, best of 4": {"power_of_two": False},
     "per block of 64, Hadamard, centered, best of 4": {"scale": "block", "power_of_two": False},
+    "per block of 128, Hadamard, centered, best of 4": {"scale": "block", "block": 128, "power_of_two": False},
     "per row, Hadamard, centered, best of 4": {"scale": "token", "power_of_two": False},
     "per head, Hadamard, centered, e5m2": {"dtype": torch.float8_e5m2},
 }
