@@ -23,7 +23,7 @@ from composattn.backends.hopper.forward_choice import forward_tiling
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER
-from composattn.mods import causal
+from composattn.mods import causal, softcap
 from tests.compile.test_backward_emulated import CASES, check
 from tests.support import outlier_normal
 
@@ -91,3 +91,14 @@ def test_a_whole_product_is_one_piece_of_assembly(style: Written, steps: set[int
     text = text_of(forward(style, problem, ca.Attention().program))
     pieces = re.findall(r"// begin inline asm(.*?)// end inline asm", text, re.DOTALL)
     assert {count for piece in pieces if (count := piece.count("wgmma.mma_async"))} == steps
+
+
+def test_columns_that_fill_up_blocks_of_memory_are_not_multiplied() -> None:
+    """D 72 and Dv 40 have 96 and 64 columns of memory: scores are of five steps, of six, and outputs have 48 columns."""
+    problem = Problem(1, 1, 1, MANY, MANY, 72, 40, torch.bfloat16, torch.device("cpu"))
+    plan = plan_forward(problem, ca.Attention(score_mod=softcap(30.0)).program, HOPPER)
+    assert (plan.tiling.d, plan.tiling.dv) == (96, 64)
+    pieces = re.findall(r"// begin inline asm(.*?)// end inline asm", text_of(plan), re.DOTALL)
+    products = [re.findall(r"wgmma\S*m64n(\d+)k16", piece) for piece in pieces]
+    keys = str(plan.tiling.tile_n)
+    assert {(of[0], len(of)) for of in products if of} == {(keys, 5), ("48", plan.tiling.tile_n // 16)}

@@ -18,7 +18,7 @@ from ..fused.planning.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
 from .dq import DqPart
 from .key_tile import HopperBackwardBlock, HopperLayouts, KeyWarpgroup, queries_first
-from .wgmma import MN, ROWS, WARPGROUP, get, issue, issue_in_parts, product, put, store_matrix
+from .wgmma import MN, ROWS, STEP, WARPGROUP, get, in_steps, issue, issue_in_parts, product, put, store_matrix
 
 
 class HopperBackward(Backward[HopperBackwardTiling]):
@@ -75,7 +75,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 
     @cute.jit
     def consume(self, call, block):
-        self.consume_as(call, block, KeyConsumer(self.tiling, block, cute.arch.thread_idx()[0] - WARPGROUP))
+        self.consume_as(call, block, KeyConsumer(self.plan, block, cute.arch.thread_idx()[0] - WARPGROUP))
 
     @cute.jit
     def consume_as(self, call, block, me):
@@ -89,9 +89,10 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 class KeyConsumer(KeyWarpgroup):
     """One warpgroup's registers and products: tSrS and tSrdP (keys, queries), tVrdV, tKrdK (keys, d), tQrdQ."""
 
-    def __init__(self, tiling: HopperBackwardTiling, block: HopperBackwardBlock, thread):
+    def __init__(self, plan: BackwardPlan[HopperBackwardTiling], block: HopperBackwardBlock, thread):
+        tiling = plan.tiling
         super().__init__(tiling, block, cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP)
-        dtype = block.dtype
+        dtype, self.dims = block.dtype, (plan.head_dim, plan.head_dim_v)
         self.mma_dv = product(dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.written)
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
         self.tVrdV = cute.make_rmem_tensor(self.mma_dv.get_slice(0).partition_shape_C((ROWS, tiling.dv)), Float32)
@@ -139,9 +140,10 @@ class KeyConsumer(KeyWarpgroup):
             if resident is not None:
                 get(self.mma_resident, resident, shared, self.thread)
 
-    def issue_scores(self, accumulator, resident, a, b) -> None:
-        """The product of keys, some columns of which are `resident` in registers, and of queries."""
-        steps, every = 0 if resident is None else cute.size(resident, mode=[2]), cute.size(a, mode=[2])
+    def issue_scores(self, accumulator, resident, a, b, columns: int) -> None:
+        """The product of keys, some columns of which are `resident` in registers, and of queries, over so many."""
+        every = in_steps(columns) // STEP
+        steps = 0 if resident is None else min(every, cute.size(resident, mode=[2]))
         parts = (self.mma_resident, resident, range(steps)), (self.mma_s, a, range(steps, every))
         issue_in_parts(accumulator, [part for part in parts if part[2]], b)
 
@@ -160,10 +162,10 @@ class KeyConsumer(KeyWarpgroup):
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        self.issue_scores(tSrS, self.resident_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index])
+        self.issue_scores(tSrS, self.resident_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index], self.dims[0])
         lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.tiling.lse_ahead)
         block.do_edge.wait(do_slot)
-        self.issue_scores(tSrdP, self.resident_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index])
+        self.issue_scores(tSrdP, self.resident_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index], self.dims[1])
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
         tKrdS = self.mma_dk.get_slice(0).make_fragment_A(self.left_shape)

@@ -26,11 +26,13 @@ from .tiling import SUMS, HopperTiling
 from .wgmma import (
     MN,
     ROWS,
+    STEP,
     WARPGROUP,
     WarpgroupProducts,
     first_rows_shape,
     fragment_shape,
     get,
+    in_steps,
     issue,
     issue_in_parts,
     product,
@@ -106,7 +108,7 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         return HopperForwardBlock(self.tiling, self.dtype, self.out_dtype, call)
 
     def products(self, block, number):
-        return HopperForwardProducts(self.tiling, block, number)
+        return HopperForwardProducts(self.plan, block, number)
 
     @cute.jit
     def copy(self, call, block, warp):
@@ -162,7 +164,7 @@ class HopperForwardGuessing(HopperForward):
         return BlockWithOnes(self.tiling, self.dtype, self.out_dtype, call)
 
     def products(self, block, number):
-        return ProductsWithSums(self.tiling, block, number)
+        return ProductsWithSums(self.plan, block, number)
 
 
 class HopperForwardBlock(Fixed):
@@ -269,15 +271,20 @@ class HopperForwardProducts(WarpgroupProducts):
     """S = Q Kᵀ and O += P V of one warpgroup: issued, not waited for.
 
     What registers hold of Q, its first columns, the tensor core need not read from shared memory for each tile of keys.
+    Columns behind D and Dv that fill up blocks of memory are not multiplied.
     """
 
-    def __init__(self, tiling, block, number):
+    def __init__(self, plan, block, number):
+        tiling = plan.tiling
         self.q_stages = tiling.q_stages
         self.qk = product(block.dtype, tiling.tile_n, written=tiling.steps.written)
         self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.steps.written)
-        self.pv = product(block.dtype, tiling.dv, right=MN, left_in_registers=True, written=tiling.steps.written)
+        self.pv, whole = (
+            product(block.dtype, columns, right=MN, left_in_registers=True, written=tiling.steps.written)
+            for columns in (self.columns_of(plan), tiling.dv)
+        )
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
-        qk, pv = self.qk.get_slice(0), self.pv.get_slice(0)
+        qk, pv = self.qk.get_slice(0), whole.get_slice(0)
         sVt = permuted(block.sV, 1, 0, 2)
         self.sQ = block.sQ[None, None, number, None]
         self.tSrQ = qk.make_fragment_A(qk.partition_A(self.sQ))
@@ -285,8 +292,12 @@ class HopperForwardProducts(WarpgroupProducts):
         self.tOrV = pv.make_fragment_B(pv.partition_B(sVt))
         self.scores_shape = qk.partition_shape_C((ROWS, tiling.tile_n))
         self.probabilities_shape = pv.partition_shape_A((ROWS, tiling.tile_n))
-        self.output_shape = pv.partition_shape_C((ROWS, tiling.dv))
-        self.resident, self.steps = tiling.resident, cute.size(self.tSrQ, mode=[2])
+        self.output_shape = self.pv.get_slice(0).partition_shape_C((ROWS, self.columns_of(plan)))
+        self.resident, self.steps = tiling.resident, in_steps(plan.head_dim) // STEP
+
+    def columns_of(self, plan) -> int:
+        """Columns of the output that are multiplied."""
+        return in_steps(plan.head_dim_v)
 
     def probabilities(self) -> cute.Tensor:
         """Registers for them, as the left operand of the output's product."""
@@ -311,7 +322,7 @@ class HopperForwardProducts(WarpgroupProducts):
     def issue_scores(self, q_slot, k_slot, resident: cute.Tensor | None) -> cute.Tensor:
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrQ = self.tSrQ[None, None, None, _stage(q_slot, self.q_stages)]
-        steps = 0 if resident is None else cute.size(resident, mode=[2])
+        steps = 0 if resident is None else min(self.steps, cute.size(resident, mode=[2]))
         parts = (self.resident_qk, resident, range(steps)), (self.qk, tSrQ, range(steps, self.steps))
         issue_in_parts(tSrS, [part for part in parts if part[2]], self.tSrK[None, None, None, k_slot.index])
         return tSrS
@@ -323,8 +334,9 @@ class HopperForwardProducts(WarpgroupProducts):
 class ProductsWithSums(HopperForwardProducts):
     """Products whose output has `SUMS` columns more, each with the sums of the rows' rounded probabilities."""
 
-    def __init__(self, tiling, block, number):
-        super().__init__(tiling, block, number)
+    def __init__(self, plan, block, number):
+        super().__init__(plan, block, number)
+        tiling = plan.tiling
         written = tiling.steps.written
         self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True, written=written)
         # of so many columns that the memory's layout divides them; fewer are multiplied
@@ -335,6 +347,10 @@ class ProductsWithSums(HopperForwardProducts):
 
     def issue_output(self, tOrO, tOrP, slot) -> None:
         issue(self.pv_sums, tOrO, tOrP, self.tOrV[None, None, None, slot.index], True)
+
+    def columns_of(self, plan) -> int:
+        """All, as the ones lie behind them."""
+        return plan.tiling.dv
 
     def without_sums(self, tOrO) -> cute.Tensor:
         """The registers of the output's own columns."""

@@ -54,8 +54,8 @@ class OfBytes(HopperForward):
 
     def products(self, block, number):
         if self.multiplied is self.dtype:
-            return PartProducts(self.tiling, block, number)
-        return ScaledProducts(self.tiling, block, number, self.fragment.rows, self.mods.changes_scores)
+            return PartProducts(self.plan, block, number)
+        return ScaledProducts(self.plan, block, number, self.fragment.rows, self.mods.changes_scores)
 
     @cute.jit
     def copy(self, call, block, warp):

@@ -18,6 +18,7 @@ from ...primitives.lanes import over_lanes
 from ...primitives.remembered import Remembered
 from ...primitives.swizzled_tiles import at_column, get_words, put_words
 from ...primitives.values import larger, narrow, smaller
+from ..fused.planning.plan import ForwardPlan
 from .byte_tiling import ByteTiling
 from .part_products import PartProducts
 from .wgmma import ROWS
@@ -33,9 +34,9 @@ class ScaledProducts(PartProducts):
     Scores of a row are its `scales` times the sums: the softmax's factor, or where mods see scores a product.
     """
 
-    def __init__(self, tiling: ByteTiling, block: Any, number: Any, rows: int, seen: bool) -> None:
-        super().__init__(tiling, block, number)
-        self.tiling, self.meeting = tiling, block.of_groups[number]
+    def __init__(self, plan: ForwardPlan[ByteTiling], block: Any, number: Any, rows: int, seen: bool) -> None:
+        super().__init__(plan, block, number)
+        self.tiling, self.meeting = plan.tiling, block.of_groups[number]
         self.scales = cute.make_rmem_tensor(rows, Float32)
         self.scales.fill(1.0)  # of rows with no keys, which nobody scales
         self.row_scales = None if seen else self.scales

@@ -20,11 +20,17 @@ from ..fused.tiles.written import Written
 ROWS = 64  # of one warpgroup's product
 DEPTH_BYTES = 32  # of a row that a step of a product sums: 16 numbers of 16 bits, 32 of 8
 WARPGROUP = 128  # threads
+STEP = 16  # columns of 16-bit numbers that a step of a product sums, and that a matrix copy of a product has
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN  # an operand's contiguous mode: what is summed over, or the other one
 
 
 BESIDE_SUMS = 26  # registers of an instruction beside its sums
+
+
+def in_steps(columns: int) -> int:
+    """Columns of a tile that are multiplied: those behind are zeros, up to a multiple of what memory's blocks have."""
+    return -(-columns // STEP) * STEP
 
 
 def part_columns(columns: int, registers: int) -> int:
@@ -242,9 +248,21 @@ def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
 
 
 def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, transposed: bool = False) -> None:
-    """A product's registers to its tile in shared memory."""
-    copy = store_matrix(mma, rounded.element_type, thread, transposed)
-    cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+    """A product's registers to its tile in shared memory, whose columns behind the product's become zeros."""
+    columns, wide = 2 * cute.size(rounded), cute.size(shared, mode=[1])
+    if columns == wide or transposed:
+        copy = store_matrix(mma, rounded.element_type, thread, transposed)
+        cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
+        return
+    copy = store_matrix(product(rounded.element_type, STEP), rounded.element_type, thread)
+    target = copy.partition_D(shared)
+    layout = cute.make_layout(((2, 2, 2), 1, 1))  # a thread's registers of a step
+    zeros = cute.make_rmem_tensor(layout, rounded.element_type)
+    zeros.fill(0)
+    for step in range(wide // STEP):
+        there = step < columns // STEP
+        part = cute.make_tensor(rounded.iterator + step * cute.size(layout), layout) if there else zeros
+        cute.copy(copy, copy.retile(part)[None, None, 0], target[None, None, step])
 
 
 class WarpgroupProducts(OutputProducts):
