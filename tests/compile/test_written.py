@@ -94,7 +94,7 @@ def test_a_whole_product_is_one_piece_of_assembly(style: Written, steps: set[int
 
 
 def test_columns_that_fill_up_blocks_of_memory_are_not_multiplied() -> None:
-    """D 72 and Dv 40 have 96 and 64 columns of memory: scores are of five steps, of six, and outputs have 48 columns."""
+    """D 72 and Dv 40 have 96 and 64 columns of memory: scores have five steps of six, outputs 48 columns."""
     problem = Problem(1, 1, 1, MANY, MANY, 72, 40, torch.bfloat16, torch.device("cpu"))
     plan = plan_forward(problem, ca.Attention(score_mod=softcap(30.0)).program, HOPPER)
     assert (plan.tiling.d, plan.tiling.dv) == (96, 64)
