@@ -99,6 +99,11 @@ def bits_before(count: Any) -> Any:
     return ~rest
 
 
+def unknown(word: cutlass.Int32) -> Any:
+    """`word`, of which the compiler knows no bit, nor that it is what it was before."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[word])
+
+
 class Bundle:
     """Several kernel values that cross loops and kernel boundaries as one; `parts` names them in order."""
 

@@ -50,6 +50,8 @@ MATRIX = [
 ]
 SPILLED = 8
 """The most that a kernel may spill."""
+SPILLED_FORWARDS = {(64, "window", "packed"): 17}
+"""Forwards that spill more."""
 
 
 def problem_of(d: int, lies: str, q_len: int = LENGTH) -> Problem:
@@ -64,7 +66,7 @@ def test_a_kernel_fits_into_its_gpu(arch: str, d: int, mods: str, lies: str) -> 
     plan = plan_forward(problem_of(d, lies), ca.Attention(**MODS[mods]).program, target)
     made, found = compile_offline(plan), compile_offline(plan).mnemonics
     assert f".target {arch}" in made.ptx
-    assert made.spills <= SPILLED
+    assert made.spills <= SPILLED_FORWARDS.get((d, mods, lies), SPILLED)
     assert plan.shared_memory <= target.shared_memory
     # a score takes D / 16 of a product's 256, and so does its share of the output
     tiles = found["HMMA"] * 16 * 8 * 16 / (2 * plan.tiling.warp_rows * plan.tiling.tile_n * d)
@@ -84,11 +86,8 @@ def test_kernels_of_one_query_fit(arch: str) -> None:
         assert compile_offline(plan).spills == 0
 
 
-SPILLED_BACKWARDS = {64: 24, 256: 15}
-"""By D, the most that backwards spill that spill more: what loops count, beside copies, and none beside products.
-
-At D 64 the one with most was faster than any other, with 61 then.
-"""
+SPILLED_BACKWARDS = {64: 12, 256: 9}
+"""By D, the most that backwards spill that spill more: listed blocks at D 64, no mods at 256."""
 BACKWARDS_BY_DAY = {("sm_80", 128, "causal"), ("sm_86", 64, "learned bias"), ("sm_120a", 256, "none")}
 
 

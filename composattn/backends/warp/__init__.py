@@ -52,6 +52,5 @@ ARCHITECTURE = Architecture(
     reads_eight_bits=False,
     copies_boxes=False,
     overlaps_kernels=False,
-    named_cutlass=False,  # a causal forward of D 128 would spill 49 (sm_80), where it spills none
     elsewhere=AMPERE,
 )

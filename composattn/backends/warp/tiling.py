@@ -30,7 +30,7 @@ def have_room(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
 class WarpTiling(ForwardTiling):
     """Each warp has `warp_rows` of the query rows; K and V lie in `stages` each, and all threads copy.
 
-    `resident`: Q waits in registers for all tiles of keys.
+    `resident`: Q waits in registers for all tiles of keys. `named_cutlass`: see `Plan`.
     """
 
     l2: ClassVar[int] = 24 << 20  # bytes of K and V of the heads that are worked on together
@@ -38,6 +38,7 @@ class WarpTiling(ForwardTiling):
     warp_rows: int
     stages: int
     resident: bool = False
+    named_cutlass: bool = False
 
     @property
     def warps(self) -> int:
@@ -61,10 +62,9 @@ class WarpTiling(ForwardTiling):
         return element_bytes * numbers + 1024
 
     def describe(self) -> dict[str, str]:
-        stays = ", Q in registers" if self.resident else ""
         return {
-            "roles": f"{self.warps} warps of {self.warp_rows} rows, which copy too, {self.stages} stages{stays}; "
-            f"blocks on an SM: {self.blocks}",
+            "roles": f"{self.warps} warps of {self.warp_rows} rows, which copy too, {self.stages} stages"
+            f"{', Q in registers' * self.resident}; blocks on an SM: {self.blocks}",
             "overlap": f"K and V come under products; rescale after the softmax {self.threshold}",
         }
 
@@ -97,6 +97,7 @@ class WarpBackwardTiling(BackwardTiling):
     stages: int = 1
     blocks: int = 1
     distances: int = 0
+    named_cutlass: bool = True
 
     @property
     def threads(self) -> int:
@@ -142,10 +143,9 @@ class WarpBackwardTiling(BackwardTiling):
         return element_bytes * (numbers + weights) + 4 * (statistics + self.distances) + 1024
 
     def describe(self) -> dict[str, str]:
-        where = "registers" if self.keeps_weights else "shared memory"
         return {
             "stages": f"Q and dO {self.stages}; blocks on an SM: {self.blocks}",
             "roles": f"{self.warps} warps, which copy too, of {self.score_keys} keys and {self.score_queries} queries; "
-            f"P and dS in {where}",
+            f"P and dS in {'registers' if self.keeps_weights else 'shared memory'}",
             "dQ": f"summed in fp32 in memory, {self.dq_rows} rows of a warp",
         }

@@ -12,9 +12,6 @@ def kernel_of(plan: Plan) -> tuple[Kernel, tuple[Any, ...]]:
     """The generated kernel of a plan, and arguments to compile it with; imports the kernel language."""
     from .fake import fake_arguments
 
-    architecture = architecture_of(plan.target)
-    kernel = architecture.kernels()[plan.step](plan)
-    kernel.kernel.set_name_prefix(
-        plan.entry, remove_cutlass_symbol=not architecture.named_cutlass, keep_mangled_name=False
-    )
+    kernel = architecture_of(plan.target).kernels()[plan.step](plan)
+    kernel.kernel.set_name_prefix(plan.entry, remove_cutlass_symbol=not plan.named_cutlass, keep_mangled_name=False)
     return kernel, fake_arguments(kernel.arguments.of(plan))

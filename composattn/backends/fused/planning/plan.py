@@ -65,6 +65,11 @@ class Plan(abc.ABC):
         """Bytes a block may take; where no tiling says less or more, what any may have."""
         return 48 * 1024
 
+    @property
+    def named_cutlass(self) -> bool:
+        """Whether the kernel's name has this word: NVIDIA's assembler then makes other machine code of the same PTX."""
+        return True
+
     @functools.cached_property
     def key(self) -> str:
         """All that the plan says as text, see `graph.content`; said once, while captured tensors are there."""
@@ -132,6 +137,10 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     @property
     def step(self) -> str:
         return self.tiling.step
+
+    @property
+    def named_cutlass(self) -> bool:
+        return getattr(self.tiling, "named_cutlass", True)
 
     @property
     def shared_memory(self) -> int:

@@ -63,9 +63,8 @@ class Architecture:
     of 8 bits, which else are made 16-bit numbers in memory before. `multiplies_eight_bits`: whether products of a
     call are of 8-bit numbers; else 8-bit queries are widened before. `copies_boxes`: copies bring boxes of an image's
     columns and rows. `overlaps_kernels`: a kernel of a gradient is launched before the one in front of it has ended
-    (programmatic dependent launch). `named_cutlass`: names of its kernels have this word, of which NVIDIA's assembler
-    gives the same PTX other machine code; its tilings were chosen so. `elsewhere`: as which GPU its kernels are planned
-    where they are built for those of another architecture, for tests and timings; None: they are not.
+    (programmatic dependent launch). `elsewhere`: as which GPU its kernels are planned where they are built for those of
+    another architecture, for tests and timings; None: they are not.
     """
 
     name: str
@@ -86,7 +85,6 @@ class Architecture:
     multiplies_eight_bits: Callable[[Problem], bool] = _never
     copies_boxes: bool = True
     overlaps_kernels: bool = True
-    named_cutlass: bool = True
     elsewhere: Target | None = None
 
     def check(self, problem: Problem, program: Program) -> None:
