@@ -52,8 +52,8 @@ def differentiable(op: Any, backward: Any, said: int) -> None:
 
     op.register_autograd(gradient, setup_context=setup)
     backward.register_fake(_empty_gradients)
-    for one in (op, backward):
-        _shorten(one)
+    _shorten(op)
+    _shorten(backward)
 
 
 _OURS = torch.library.Library("composattn", "IMPL")
