@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.call_class import CallClass, class_of
-from ..fused.planning.tables import Row, Table, file_of, first, matches, row_of, table
+from ..fused.planning.tables import Row, Table, all_of, file_of, first, row_of, table
 from ..fused.tiles.target import Target
 from .backward_tiling import FILE
 
@@ -102,4 +102,4 @@ def form_of(call: BackwardClass) -> BackwardForm:
 
 def serves(form: BackwardForm, call: BackwardClass) -> bool:
     """Whether a form can cut calls of a class."""
-    return any(row.says == form.tile and matches(call, row.pattern, blocks=form.blocks) for row in SERVES)
+    return form.tile in set(all_of(SERVES, call, blocks=form.blocks))

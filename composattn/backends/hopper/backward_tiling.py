@@ -13,7 +13,8 @@ from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
 FILE = Path(__file__).with_name("backward.json")
-CONSUMERS: Table[int] = table(FILE, "consumers", int)  # registers of a thread that computes, by fields of its tiling
+# of a thread that computes, and of one that copies, or neither computes nor has dQ: by fields of its tiling
+REGISTERS: Table[tuple[int, int]] = table(FILE, "registers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +85,12 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def consumer_registers(self) -> int:
         """Registers of a thread that computes."""
-        return first(CONSUMERS, self)
+        return first(REGISTERS, self)[0]
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread that copies, or neither computes nor has dQ: what the others leave, in steps of 8."""
-        return 24 if self.dq_apart else 504 - 2 * self.consumer_registers
+        """Registers of a thread that copies, or neither computes nor has dQ."""
+        return first(REGISTERS, self)[1]
 
     @property
     def lse_ahead(self) -> int:
@@ -171,8 +172,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
-        leaves = not (self.persistent and self.dq_in_bulk) or self.dq_numbers >= ROWS * max(self.d, self.dv)
-        return leaves and super().fits(target)
+        leaves = ROWS * max(self.d, self.dv) * (self.persistent and self.dq_in_bulk)
+        return self.dq_numbers >= leaves and super().fits(target)
 
     def describe(self) -> dict[str, str]:
         keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"

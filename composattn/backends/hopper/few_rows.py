@@ -39,18 +39,17 @@ def few_rows(facts: ForwardFacts) -> HopperTiling:
 
     Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
     """
-    tilings = [(_of_few_rows(facts, cut), cut.shared) for cut in first(CUTS, facts)]
-    served = [tiling for tiling, shared in tilings if not shared or _has_equal_shares(facts, tiling)]
-    return min(served, key=lambda tiling: time_of(facts.problem, tiling, facts.target).least())
+    tilings = (_of_few_rows(facts, cut) for cut in first(CUTS, facts) if _serves(facts, cut))
+    return min(tilings, key=lambda tiling: time_of(facts.problem, tiling, facts.target).least())
 
 
-def _has_equal_shares(facts: ForwardFacts, tiling: HopperTiling) -> bool:
+def _serves(facts: ForwardFacts, cut: Cut) -> bool:
     """Whether blocks may share all keys alike: tiles are equal, of three portions at most, and places are idle."""
     problem, sms = facts.problem, facts.target.sms
-    tiles = problem.q_heads // tiling.packed_heads * problem.batch
+    tiles = problem.q_heads // facts.heads * problem.batch
     return first(
-        EQUAL_SHARES, facts, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
-        products=(tiles * key_tiles(problem, tiling.tile_n) + 1) * sms,  # in 32 bits, by `EqualShares`
+        EQUAL_SHARES, facts, shared=cut.shared, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
+        products=(tiles * key_tiles(problem, cut.keys) + 1) * sms,  # in 32 bits, by `EqualShares`
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
     tiling = facts.tiling(
         form.kernel,
         tile_m=ROWS * block.warpgroups,
-        tile_n=facts.keys_in_order or 16,
+        tile_n=max(16, facts.keys_in_order),
         blocks=block.blocks,
         scheduler=block.scheduler if stays else Scheduler.ONE_TILE,
         stages=first(STAGES, facts, **cut),

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.planning.call_class import CallClass, Facts
-from ..fused.planning.tables import Table, all_of, first, matches, table
+from ..fused.planning.tables import Table, all_of, first, table
 from ..fused.tiles.few_queries import sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.traits import (
@@ -91,8 +91,7 @@ FORMS = tuple(dict.fromkeys(row.says for row in TABLE if row.says.kind not in ("
 
 def serves(form: ForwardForm, call: CallClass) -> bool:
     """Whether a form can cut calls of a class."""
-    wanted = dataclasses.replace(form, stays=False)
-    return any(row.says == wanted and matches(call, row.pattern) for row in SERVES)
+    return dataclasses.replace(form, stays=False) in set(all_of(SERVES, call))
 
 
 class ForwardFacts(Facts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from ...analysis.program import Program
@@ -29,6 +28,8 @@ class Fp8Form(NamedTuple):
 
 
 RESULTS = "benchmarks/results/eight-bits/h200-fp8-16k.json"
+KEPT: Table[str] = table(FILE, "fp8_kept")  # in registers, by mods
+SCHEDULERS: Table[Scheduler] = table(FILE, "fp8_schedulers", Scheduler.__getitem__)
 FORMS: Table[Fp8Form] = table(FILE, "fp8", lambda said: Fp8Form(**said))
 
 
@@ -37,29 +38,24 @@ def fp8_tiling(problem: Problem, program: Program, target: Target) -> Fp8Tiling:
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
     reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
-    kept = "nothing" if rest is None else "values"  # in registers, by mods
-    if any(reads) or scales.by_key:
-        kept = "scales of keys" if rest is None and not any(reads) else "numbers read"
-    form = first(FORMS, problem, d=d, dv=dv, mods_keep=kept)
+    kept = first(KEPT, None, reads=any(reads), by_key=scales.by_key > 0, scored=rest is not None)
+    form = first(FORMS, None, d=d, dv=dv, mods_keep=kept)
     heads = packed_heads(problem, program, ROWS)
-    made = Fp8Tiling(
+    rounds = query_tiles(problem, heads, ROWS * form.warpgroups) * problem.batch / target.sms
+    return Fp8Tiling(
         tile_m=ROWS * form.warpgroups,
         tile_n=form.keys,
         d=d,
         dv=dv,
         heads_together=problem.schedule.heads_together,
         packed_heads=heads,
-        scheduler=Scheduler.LATE,
+        scheduler=first(SCHEDULERS, problem.schedule, rounds=rounds),
         threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
         stages=2,
         pieces=form.pieces if dv // form.pieces % 8 == 0 else 1,
         in_turns=form.in_turns,
         numbers=12 * form.keys * scales.by_key,
     )
-    tiles = query_tiles(problem, heads, made.tile_m) * problem.batch
-    stays = problem.schedule.persistent
-    stays = tiles > target.sms if stays is None else stays
-    return made if stays else dataclasses.replace(made, scheduler=Scheduler.ONE_TILE)
 
 
 def fp8_words(problem: Problem, program: Program) -> str:

@@ -78,10 +78,9 @@ class Fp8Tiling(HopperTiling):
 
     def describe(self) -> dict[str, str]:
         said = super().describe()
-        pieces = f" in {self.pieces} pieces of its columns" if self.pieces > 1 else ""
-        order = "ping-pong" if self.pingpong else "warpgroups at will"
+        pieces = f" in {self.pieces} pieces of its columns" * (self.pieces > 1)
         return {
             "roles": f"{said['roles']}; {TURNING} warps turn V",
-            "overlap": f"{order}; scores, softmax and output of a tile one after the other",
+            "overlap": f"{self.turns}; scores, softmax and output of a tile one after the other",
             "sums": f"of {self.promoted_keys} keys apart{pieces}, then added in fp32; P times 2^{self.offset:g}",
         }

@@ -113,6 +113,11 @@ class HopperTiling(ForwardTiling):
         return self.warpgroups > 1 and max(self.d, self.dv) <= 192
 
     @property
+    def turns(self) -> str:
+        """Which warpgroup is at the tensor core when, in words."""
+        return "ping-pong" if self.pingpong else "warpgroups at will"
+
+    @property
     def most_rows(self) -> int:
         return 8 if self.eight_rows else super().most_rows
 
@@ -174,7 +179,6 @@ class HopperTiling(ForwardTiling):
         return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 
     def describe(self) -> dict[str, str]:
-        order = "ping-pong" if self.pingpong else "warpgroups at will"
         rescale = "under the next scores" if self.steps.rescale_early else "after the product"
         more = "; of most tiles with no test, probabilities by the maximum before" * self.guesses
         more += f"; {self.resident} columns of Q in registers" * (self.resident > 0)
@@ -182,5 +186,5 @@ class HopperTiling(ForwardTiling):
         return {
             "roles": f"1 copying warp, {self.stages} stages, {self.q_stages} of Q; {self.warpgroups} warpgroups of "
             f"{ROWS} rows, of a tile's {self.most_rows} are queries; blocks on an SM: {self.blocks}",
-            "overlap": f"{order}, rescale {rescale} {self.threshold}{more}",
+            "overlap": f"{self.turns}, rescale {rescale} {self.threshold}{more}",
         }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import ForwardTiling
 from .byte_tiling import CONVERTERS, OF_BYTES
 from .forward_table import ForwardFacts
-from .tiling import L2, ROWS, Registers, registers_for
+from .tiling import FILE, L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
@@ -88,17 +89,17 @@ class WideByteTiling(WideTiling):
 _REST = 4 * ROWS * GROUPS + 1024  # a number of each row and warpgroup, barriers, alignment
 
 
-def wide_tiling(facts: ForwardFacts) -> WideTiling:
-    """Tiles of 128 keys: each warpgroup's products of scores have 64, with 32 shared memory would limit them.
+KEYS: Table[int] = table(FILE, "wide_keys")  # of a tile
 
-    Of 64 where a score mod reads at (q, kv): what it reads waits in registers, and 128 keys spilled 21.
-    """
+
+def wide_tiling(facts: ForwardFacts) -> WideTiling:
+    """Stages for which there is room; of bytes five of eight parts of the room for what is multiplied."""
     d, dv = (-(-n // SLICE) * SLICE for n in facts.call.dims)
-    tile_n = 64 if facts.at_pairs else 128
+    tile_n = first(KEYS, facts)
     room = (facts.target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
     kind: Any = WideTiling
     rings = {"stages": room // (2 * STAGE)}
-    if facts.of_bytes:  # five of eight parts of the room for what is multiplied
+    if facts.of_bytes:
         kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
         rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
     return kind(  # type: ignore[no-any-return]

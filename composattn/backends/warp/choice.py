@@ -10,7 +10,7 @@ from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.call_class import CallClass, class_of
-from ..fused.planning.tables import Table, matches, table
+from ..fused.planning.tables import Table, rows_of, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
@@ -59,7 +59,7 @@ def _backward(problem: Problem, program: Program, target: Target, deterministic:
 
 def _chosen(rows: Table[Any], call: CallClass, target: Target, made: Callable[[Any], Any]) -> Chosen:
     """The first row that is of such calls and fits: its tiling, and what says so."""
-    tilings = ((made(row.says), row.evidence) for row in rows if matches(call, row.pattern))
+    tilings = ((made(row.says), row.evidence) for row in rows_of(rows, call))
     return next((tiling, f"{call}; {evidence}") for tiling, evidence in tilings if tiling.fits(target))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
 from typing import ClassVar
 
 from ..fused.tiles.target import Target
@@ -15,15 +14,15 @@ ROWS = 16  # of a product
 RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 
 
-def copied_whole(rows: Iterable[int], columns: Iterable[int], warps: int) -> bool:
-    """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128."""
-    return all(n * math.gcd(2 * wide, 128) % (16 * 32 * warps) == 0 for n, wide in itertools.product(rows, columns))
+def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
+    """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128.
 
-
-def have_room(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
-    """Whether an SM holds as many blocks as the tiling wants, with what each reserves."""
+    And an SM holds as many blocks as the tiling wants, with what each reserves.
+    """
+    tiles = itertools.product((tiling.tile_m, tiling.tile_n), (tiling.d, tiling.dv))
+    copied = all(rows * math.gcd(2 * columns, 128) % (16 * 32 * tiling.warps) == 0 for rows, columns in tiles)
     of_a_block = tiling.shared_memory(element_bytes=2) + RESERVED
-    return tiling.blocks * of_a_block <= target.shared_memory + RESERVED
+    return copied and tiling.blocks * of_a_block <= target.shared_memory + RESERVED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,7 @@ class WarpTiling(ForwardTiling):
         return self.stages > 1
 
     def fits(self, target: Target) -> bool:
-        whole = copied_whole((self.tile_m, self.tile_n), (self.d,), self.warps)
-        return whole and copied_whole((self.tile_n,), (self.dv,), self.warps) and have_room(self, target)
+        return fit(self, target)
 
     def shared_memory(self, element_bytes: int) -> int:
         numbers = self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)
@@ -125,10 +123,9 @@ class WarpBackwardTiling(BackwardTiling):
 
     def fits(self, target: Target) -> bool:
         """Whether threads copy whole tiles, and warps have whole parts."""
-        whole = copied_whole((self.tile_m, self.tile_n), (self.d, self.dv), self.warps)
         parts = self.dq.serves(self.d) and self.sums.serves(self.d) and self.sums.serves(self.dv)
         enough = self.score_queries >= ROWS and self.threads >= self.tile_m // 2
-        return whole and parts and enough and have_room(self, target)
+        return parts and enough and fit(self, target)
 
     def with_distances(self) -> WarpBackwardTiling:
         """With room for sums by distance, of which `Diagonals` puts a line for each of 8 keys of a warp."""

@@ -133,8 +133,7 @@ class CallClass:
 
     def __str__(self) -> str:
         wide = f"D {self.d}" if self.d == self.dv else f"D {self.d}, Dv {self.dv}"
-        sectors = "" if self.sectors else " (rows of no whole sectors)"
-        heads = ", heads share tiles" if self.packs else ""
+        sectors, heads = " (rows of no whole sectors)" * (not self.sectors), ", heads share tiles" * self.packs
         what = "a row sees {} of {} keys" if self.direction == "forward" else "a key is seen by {} of {} queries"
         return (
             f"{self.direction}, {self.order} order, {self.layout}, {wide}{sectors}, {self.mods.value}, "

@@ -133,9 +133,14 @@ def matches(call: object, pattern: Pattern, **more: Any) -> bool:
     return all((more[name] if name in more else getattr(call, name)) in values for name, values in pattern.items())
 
 
+def rows_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[Row[T]]:
+    """The rows that a call is in."""
+    return (row for row in rows if matches(call, row.pattern, **more))
+
+
 def row_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Row[T]:
-    """The first row that a call is in."""
-    return next(row for row in rows if matches(call, row.pattern, **more))
+    """The first of them."""
+    return next(rows_of(rows, call, **more))
 
 
 def first(rows: Iterable[Row[T]], call: object, **more: Any) -> T:
@@ -145,4 +150,4 @@ def first(rows: Iterable[Row[T]], call: object, **more: Any) -> T:
 
 def all_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[T]:
     """What every row says that a call is in, as several numbers that are added up."""
-    return (row.says for row in rows if matches(call, row.pattern, **more))
+    return (row.says for row in rows_of(rows, call, **more))

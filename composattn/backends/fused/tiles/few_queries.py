@@ -108,11 +108,8 @@ class TimeOfComputing(Time):
         return rounds * (self.each * -(-self.tiles // n) + 2) + (0 if n == 1 else 3 + n * self.part)
 
     def best(self) -> int:
-        whole = self.in_parts(1)
-        if self.work * self.tiles * self.each >= 0.9 * whole * self.target.sms:  # what no division goes below
-            return 1
         best = self.least_of(self.tiles // 2)
-        return best if self.in_parts(best) < 0.9 * whole else 1
+        return best if self.in_parts(best) < 0.9 * self.in_parts(1) else 1
 
 
 class TimeOfReading(Time):
