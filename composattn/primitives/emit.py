@@ -571,10 +571,14 @@ class BoundMods(Fixed):
         if self.mods.keep is not None:
             drop(Evaluator(self.mods, self.leaves, tile, self.work), self.mods.keep, tile.values)
 
-    def weigh(self, tile: ScoreTile, ahead: dict[Any, Any]) -> None:
-        """Weights times what the values of their keys are multiplied by, in place; `ahead` has it, if it is not 1."""
+    def weigh(self, tile: ScoreTile, ahead: dict[Any, Any], hides: bool) -> None:
+        """Weights times what the values of their keys are multiplied by, in place; `ahead` has it, if it is not 1.
+
+        `hides`: some weights are 0 as nobody sees their keys; behind the last one memory may hold a scale that is NaN.
+        """
         for (r, c), factor in ahead.get(VALUES, {}).items():
-            tile.values[r, c] = tile.values[r, c] * factor
+            weight = tile.values[r, c]
+            tile.values[r, c] = choose(weight == 0.0, weight, weight * factor) if hides else weight * factor
 
     def value_factor(self, tile: ScoreTile, r: int, channel: Any = None) -> Any:
         """What values of all keys, those of a `channel` or of all of them, are multiplied by in row `r`; None: 1."""

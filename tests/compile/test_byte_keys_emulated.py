@@ -90,6 +90,29 @@ def test_small_weights_of_many_keys_are_not_lost() -> None:
     assert ((out - exact).abs() <= 2.0**-8 * exact).all()
 
 
+def test_scales_behind_the_last_key_of_a_page_may_hold_anything() -> None:
+    """A new cache is made with no numbers in it."""
+    q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((4, 1), (2, 32), (2, 32)))
+    lengths, table = torch.tensor([21, 5], dtype=torch.int32), torch.arange(4, dtype=torch.int32).view(2, 2)
+    unused = torch.arange(32) >= lengths[:, None, None]
+    scales = torch.rand(2, 2, 32) + 0.5
+    k8, v8 = (x.to(E4M3) for x in (k, v))
+    wide = [(x.double() * scales[..., None]).repeat_interleave(2, 1) for x in (k8, v8)]
+    scores = (q.bfloat16().double() @ wide[0].mT / 8).masked_fill(unused[:, :, None], -torch.inf)
+    exact = torch.softmax(scores, -1) @ wide[1]
+
+    def pages(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (2, 16)).transpose(1, 2).flatten(0, 1).contiguous()
+
+    for behind in (torch.nan, torch.inf):
+        kept = pages(scales.masked_fill(unused, behind))
+        cache = [ca.Quantized(pages(x.float()).to(E4M3), kept) for x in (k8, v8)]
+        paged = ca.Paged(table, 16, lengths)
+        for backend in (HOPPER, "streaming"):
+            out = ca.attention(q.bfloat16(), *cache, paged=paged, backend=backend)
+            assert (out - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
 def test_a_plan_says_what_comes_as_bytes() -> None:
     q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 4096, 128).to(E4M3)
     said = str(ca.Attention(backend=HOPPER).explain(q, k, k))

@@ -323,7 +323,7 @@ class SharedRows(OutputRows[WideTiling]):
             self.softmax.add(tile, r, factor)
         self.count_tile(first)
         self.mods.drop(tile)
-        self.mods.weigh(tile, ahead)
+        self.mods.weigh(tile, ahead, bool(tested))
         sP = cute.local_tile(self.block.sP, (ROWS, tile.columns * 4), (0, self.me.number))
         put(self.products.qk, narrowed(tSrS, self.block.dtype), sP, self.me.thread)
         cute.arch.fence_view_async_shared()

@@ -210,7 +210,7 @@ class GroupRows(OutputRows[Any]):
         self.softmax.step(tile, self.rescale, first)
         self.count_tile(first)
         self.mods.drop(tile)
-        self.mods.weigh(tile, ahead)
+        self.mods.weigh(tile, ahead, bool(tested))
         return scores
 
     def read_beside(self, k_slot, ahead):
