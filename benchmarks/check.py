@@ -16,13 +16,13 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """The truth, and how far plain PyTorch in the inputs' own precision is from it."""
+    """The truth, and what plain PyTorch gives in the inputs' own precision, once or in several orders of its sums."""
 
     truth: torch.Tensor
-    baseline: torch.Tensor
+    baselines: tuple[torch.Tensor, ...]
 
     def compare(self, what: str, got: torch.Tensor) -> float:
-        """At most twice the baseline's error plus the rounding of the output type, elementwise on the largest.
+        """At most twice the worst baseline's error plus the rounding of the output type, elementwise on the largest.
 
         Returns the error in norm, of the truth's.
         """
@@ -31,11 +31,24 @@ class Expected:
         got = got.detach()
         scale = float(self.truth.abs().max())
         error = float((got.double() - self.truth).abs().max())
-        allowed = 2 * float((self.baseline.double() - self.truth).abs().max())
+        allowed = 2 * max(float((plain.double() - self.truth).abs().max()) for plain in self.baselines)
         allowed += torch.finfo(got.dtype).eps * scale
         if not error <= allowed:
             raise WrongResult(f"{what}: error {error:.3g}, allowed {allowed:.3g}, largest value {scale:.3g}")
         return float((got.double() - self.truth).norm() / self.truth.norm())
+
+
+def orders_of(case: Case) -> tuple[bool, ...]:
+    """Whether channels are taken from the middle on: fp32 errs in sums alone, one order of them little by luck.
+
+    By one order 2 of 294 right gradients of 512 keys were refused, by two none.
+    """
+    return (False, True) if case.dtype is torch.float32 else (False,)
+
+
+def halves_exchanged(x: torch.Tensor, asked: bool) -> torch.Tensor:
+    """Channels from the middle on first, where that is asked for."""
+    return torch.cat(x.chunk(2, -1)[::-1], -1) if asked and x.shape[-1] % 2 == 0 else x
 
 
 def dense_rows(
@@ -66,25 +79,28 @@ def expect_output(case: Case, pattern: Pattern, inputs: Inputs) -> tuple[torch.T
     rows = torch.cat([drawn, torch.tensor([0, case.q_len - 1], device=device)]).unique()
     q = inputs.q[:, :, rows]
 
-    def dense(dtype: torch.dtype) -> torch.Tensor:
+    def dense(dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
         """One batch entry at a time: the wide copy of all keys of a long sequence is large."""
         entries = []
         for b in range(case.batch):
-            one, k, v = (t[b : b + 1].detach().to(dtype) for t in (q, inputs.k, inputs.v))
-            entries.append(dense_rows(case, pattern, one, k, v, rows, 0))
+            given = (t[b : b + 1].detach().to(dtype) for t in (q, inputs.k, inputs.v))
+            one, k, v = (halves_exchanged(t, turned) for t in given)
+            entries.append(halves_exchanged(dense_rows(case, pattern, one, k, v, rows, 0), turned))
         return torch.cat(entries)
 
-    return rows, Expected(dense(torch.float64), dense(case.dtype))
+    return rows, Expected(dense(torch.float64), tuple(dense(case.dtype, turned) for turned in orders_of(case)))
 
 
 def _head_gradients(
-    case: Case, pattern: Pattern, inputs: Inputs, b: int, kv_head: int, dtype: torch.dtype
+    case: Case, pattern: Pattern, inputs: Inputs, b: int, kv_head: int, dtype: torch.dtype, turned: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """dQ, dK, dV of one KV head and its query heads, by autograd over blocks of query rows."""
     group = case.heads // case.kv_heads
     heads = slice(kv_head * group, (kv_head + 1) * group)
-    q, grad = (t[b : b + 1, heads].detach().to(dtype) for t in (inputs.q, inputs.grad))
-    k, v = (t[b : b + 1, kv_head : kv_head + 1].detach().to(dtype).requires_grad_() for t in (inputs.k, inputs.v))
+    of_queries = (t[b : b + 1, heads].detach().to(dtype) for t in (inputs.q, inputs.grad))
+    of_keys = (t[b : b + 1, kv_head : kv_head + 1].detach().to(dtype) for t in (inputs.k, inputs.v))
+    q, grad = (halves_exchanged(t, turned) for t in of_queries)
+    k, v = (halves_exchanged(t, turned).requires_grad_() for t in of_keys)
     # Sums over blocks in fp32 or better, as a matrix product accumulates.
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
@@ -96,7 +112,7 @@ def _head_gradients(
         dq.append(dq_block)
         dk += dk_block
         dv += dv_block
-    return torch.cat(dq, dim=2), dk, dv
+    return tuple(halves_exchanged(t, turned) for t in (torch.cat(dq, dim=2), dk, dv))
 
 
 def expect_gradients(case: Case, pattern: Pattern, inputs: Inputs) -> tuple[int, int, tuple[Expected, ...]]:
@@ -104,8 +120,8 @@ def expect_gradients(case: Case, pattern: Pattern, inputs: Inputs) -> tuple[int,
     b = int(torch.randint(case.batch, ()))
     kv_head = int(torch.randint(case.kv_heads, ()))
     truths = _head_gradients(case, pattern, inputs, b, kv_head, torch.float64)
-    baselines = _head_gradients(case, pattern, inputs, b, kv_head, case.dtype)
-    return b, kv_head, tuple(Expected(t, p) for t, p in zip(truths, baselines, strict=True))
+    runs = [_head_gradients(case, pattern, inputs, b, kv_head, case.dtype, turned) for turned in orders_of(case)]
+    return b, kv_head, tuple(Expected(t, tuple(plain)) for t, *plain in zip(truths, *runs, strict=True))
 
 
 class Checker:

@@ -76,6 +76,17 @@ def test_a_wrong_result_is_not_timed(direction) -> None:
             run.checked_call(case, wrong_gradient, checker)
 
 
+@pytest.mark.parametrize(("dtype", "orders"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_fp32_is_held_to_two_orders_of_its_sums(dtype: torch.dtype, orders: int) -> None:
+    case = dataclasses.replace(SMALL, pattern=alibi, direction="backward", dtype=dtype)
+    checker = Checker(case, alibi(case, CPU), run.draw(case, CPU))
+    assert checker.gradients is not None
+    for expected in (checker.output, *checker.gradients[2]):
+        assert len({plain.double().sum().item() for plain in expected.baselines}) == len(expected.baselines) == orders
+        for plain in expected.baselines:
+            torch.testing.assert_close(plain.double(), expected.truth, atol=16 * torch.finfo(dtype).eps, rtol=0.05)
+
+
 def test_the_check_has_score_mods_and_gqa() -> None:
     case = dataclasses.replace(SMALL, pattern=alibi, direction="backward")
     pattern = alibi(case, CPU)
