@@ -36,7 +36,7 @@ def backward(
 ) -> list[Any]:
     problem = Problem(1, 4, 2, length, length, d, dv or d, torch.bfloat16, torch.device("cpu"))
     plans = plan_backward(problem, Program(None, None if mask is None else mask.expr), target, **how)
-    return [p for p in (plans.preprocess, plans.main, plans.postprocess, plans.gather, plans.join) if p is not None]
+    return [p for p in (plans.preprocess, plans.main, plans.postprocess, plans.gather) if p is not None]
 
 
 def quantise(target: Target) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from functools import partial
 
 import torch
@@ -81,6 +82,11 @@ class Strips:
     def keys_of(self, length: int) -> int:
         """Keys of a strip, those above the image counted."""
         return (length // self.columns + self.above if self.cut is None else self.cut.kv_row + 1) * self.wide
+
+    @property
+    def side(self) -> int:
+        """Columns of boxes, 8 at most, of which some are all that keys have in front of the image."""
+        return math.gcd(self.before, 8)
 
     @property
     def words(self) -> str:
@@ -200,8 +206,10 @@ def tiles_seen(seen: torch.Tensor, tile: tuple[int, int], cut: bool = False) -> 
 
 
 def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
-    """Strips of `apart` columns whose queries see nothing but their own keys, which begin as few columns before as can
-    be; None where there are none. An image of `apart` columns is one strip.
+    """Strips of `apart` columns whose queries see nothing but their own keys; None where there are none. An image of
+    `apart` columns is one strip.
+
+    Keys begin 0, 8, 16, ... columns before, or a multiple of 4 or 2 where these would not be all, and few of them.
 
     Looks for a conjunction of terms of rows (q // n, kv // n) and terms of columns (q % n, kv % n), with one n.
     """
@@ -241,7 +249,8 @@ def _around(sees: Expr, columns: int, apart: int) -> Strips | None:
     ahead = [c - wide - s * apart for s, row in enumerate(of_strips) for c in inside if row[c]]
     if not ahead or max(ahead) - min(0, *ahead) >= wide:
         return None
-    before = max(0, -min(ahead))
+    least, most = max(0, -min(ahead)), wide - 1 - max(ahead)
+    before = next(b for step in (8, 4, 2, 1) if (b := -(-least // step) * step) <= most)
     firsts = [s * apart + wide - before for s in range(len(of_strips))]
     own = [(row[c], c) for row, first in zip(of_strips, firsts, strict=True) for c in range(first, first + wide)]
     return Strips(columns, before, any(shown and c not in inside for shown, c in own), apart=apart)

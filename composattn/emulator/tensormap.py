@@ -13,6 +13,7 @@ import numpy as np
 
 from composattn.emulator.findings import BadDescriptor, OutOfBounds
 from composattn.emulator.memory import GlobalMemory
+from composattn.emulator.opcodes.floats import bf16_to_f32, f32_to_bf16
 
 Array = np.ndarray[Any, Any]
 
@@ -85,6 +86,13 @@ class TensorMap:
         return out.reshape(-1)
 
     def store(self, memory: GlobalMemory, coords: tuple[int, ...], data: Array, reduce: str = "") -> None:
+        """The box as it lies in shared memory before swizzling, to `coords`.
+
+        No corner of a store may lie in front of the tensor, as those of loads may: the CUDA programming guide forbids
+        it, and an H200 stops at an illegal instruction.
+        """
+        if min(coords) < 0:
+            raise OutOfBounds(f"a box stored at {coords}: its corner may lie behind an end of the tensor, not in front")
         tensor, box, any_ = self._clip(coords)
         if not any_:
             return
@@ -95,13 +103,21 @@ class TensorMap:
         if not reduce:
             window[...] = part
             return
-        if (reduce, self.dtype) != ("add", "f32"):
+        if reduce != "add" or self.dtype not in ("f32", "f16", "bf16"):
             raise BadDescriptor(f"tensor reduction {reduce} of {self.dtype} is not emulated")
-        old = np.ascontiguousarray(window).view(np.float32)
-        window[...] = (old + np.ascontiguousarray(part).view(np.float32)).view(np.uint8)
+        old, more = (np.ascontiguousarray(numbers) for numbers in (window, part))
+        window[...] = _sum(old, more, self.dtype).view(np.uint8)
 
     def _row(self, s: slice) -> slice:
         return slice(s.start * self.element, s.stop * self.element)
+
+
+def _sum(x: Array, y: Array, dtype: str) -> Array:
+    """The numbers in these bytes added, each sum rounded."""
+    if dtype == "bf16":
+        return f32_to_bf16(bf16_to_f32(x.view(np.uint16)) + bf16_to_f32(y.view(np.uint16)))
+    kind = np.float16 if dtype == "f16" else np.float32
+    return np.asarray(x.view(kind) + y.view(kind))
 
 
 def swizzled_chunks(address: int, count: int, span: int) -> Array:

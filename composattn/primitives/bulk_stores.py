@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean
 
 from .cut_rows import partition, store
+from .strip_sums import SumTiles
 
 
 def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
@@ -24,6 +25,9 @@ def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
 
 def start(mine, tma, shared: cute.Tensor, tiles: Any, number) -> None:
     """Starts the copy of an output, see `send`."""
+    if isinstance(tiles, SumTiles):
+        tiles.add(mine, tma, shared, number)
+        return
     source, target = partition(tma, shared, tiles)
     store(mine, tma, source, target, number)
 

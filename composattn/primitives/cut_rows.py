@@ -51,7 +51,8 @@ def bulk_copy(op: Any, tensor: Any, layout: Any, box: Any) -> tuple[Any, Any]:
 
 def descriptors(copies: Any) -> list[Any]:
     """All descriptors of bulk `copies`, of which None are there where nothing is copied."""
-    return [tma for copy in copies for tma in (copy if isinstance(copy, CutRows) else (copy,)) if tma is not None]
+    parts = [descriptors(copy) if isinstance(copy, tuple) else [copy] for copy in copies if copy is not None]
+    return [tma for part in parts for tma in part]
 
 
 def partition(tma: Any, shared: cute.Tensor, tiles: Any, modes: int = 2) -> tuple[cute.Tensor, Any]:

@@ -2,7 +2,7 @@
 
 Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes of some columns of some image rows, which
 come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
-one reach beyond the image, where copies find zeros. Of their gradients each strip has a part, in an entry of its own.
+one reach beyond the image, where copies find zeros. Their gradients are added (`strip_sums`).
 
 A last row that is cut has a descriptor of its own, which ends where the row does; a tile begins with it.
 """
@@ -18,6 +18,7 @@ from cutlass import Int32
 from .cut_rows import CutRows, TilesOfCut
 from .seqlen import DenseRows, PackedRows, PagedRows, WholeSequence
 from .seqlen import rows_of as unstripped
+from .strip_sums import Added, SumTiles
 from .values import Bundle, aligned
 
 
@@ -33,7 +34,8 @@ class StripRows(Bundle):
     def __init__(self, strips: Any, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
         """On the host: `strips` of an image (`analysis.strips`) with so many whole `rows`."""
         self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
-        self.cut, self.last = strips.cut, last
+        self.cut, self.last, self.side = strips.cut, last, strips.side
+        self.rows = above, last  # of a strip: the first one of the image, and the one that is cut
         more = above if last is None else last + 1 - strips.cut.at
         self.length = (rows + more) * wide  # no constant, by which the compiler would divide in a form it does not know
 
@@ -58,7 +60,6 @@ class StripRows(Bundle):
         return CutRows(whole, image(start, length - rows * self.columns, Int32(1)))
 
     for_loads = for_copies
-    for_parts = staticmethod(DenseRows.for_copies)  # (B * count, H, rows, D), which each strip has an entry of
 
     def sequence(self, b: Int32) -> StripSequence:
         return StripSequence(self, b // self.count, b % self.count, self.length)
@@ -88,20 +89,29 @@ class StripSequence(WholeSequence):
         return inside
 
     def tiles(self, tensor: Any, h: Int32, tile: tuple[int, int], column: Any = 0) -> Any:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies`, or by `for_parts`."""
-        if isinstance(tensor, CutRows):
-            whole, last = self._boxes(tensor.whole, h, tile, column), self._boxes(tensor.last, h, tile, column, True)
-            return TilesOfCut(whole, last, self.of.last * self.of.wide // tile[0])
-        if not isinstance(tensor.shape[0], tuple):
-            entry = self.b * self.of.count + self.strip
-            return cute.local_tile(tensor[None, None, h, entry], tile, (None, column))
-        return self._boxes(tensor, h, tile, column)
+        """(rows, columns, number of the tile) of a tensor made by `for_copies`, or the `SumTiles` of one that is added
+        to.
+        """
+        if not isinstance(tensor, Added):
+            return self._boxes(tensor, h, in_copies(self.of, *tile), (0, None), column)
+        of, first = self.of, self.strip * self.of.apart - self.of.before
+        large = self.tiles(tensor.large, h, tile, column)
+        small = self._boxes(tensor.small, h, ((of.side, 1), tile[1]), (None, None), column)
+        return SumTiles(large, small, tile[0] // of.wide, of.wide, of.side, first, of.above, of.last)
 
-    def _boxes(self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], column: Any, is_last: bool = False) -> Any:
-        """The tiles of whole rows, or those by whose numbers the last row is found, which is the tensor's only one."""
-        first = self.strip * self.of.apart - self.of.before, -(self.of.last if is_last else self.of.above)
-        rows = cute.domain_offset((first, 0), tensor[None, None, h, self.b])
-        return cute.local_tile(rows, in_copies(self.of, *tile), ((0, None), column))
+    def _boxes(self, tensor: Any, h: Int32, box: tuple[Any, int], which: tuple[Any, Any], column: Any) -> Any:
+        """Boxes of the image from the strip's first column and row on, `which` of them. A last row that is cut is its
+        tensor's only one, and has the number there that it has in the strip.
+        """
+        if isinstance(tensor, CutRows):
+            parts = [self._box(t, h, row, box, (which, column)) for t, row in zip(tensor, self.of.rows, strict=True)]
+            return TilesOfCut(*parts, self.of.last // box[0][1])
+        return self._box(tensor, h, self.of.above, box, (which, column))
+
+    def _box(self, tensor: cute.Tensor, h: Int32, row: int, box: tuple[Any, int], which: Any) -> cute.Tensor:
+        """`row`: which one of the strip is the tensor's first."""
+        first = self.strip * self.of.apart - self.of.before, -row
+        return cute.local_tile(cute.domain_offset((first, 0), tensor[None, None, h, self.b]), box, which)
 
     def stored(
         self, tensor: cute.Tensor, h: Int32, tile: tuple[int, int], number: Any, column: Any = 0

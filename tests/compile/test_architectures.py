@@ -63,5 +63,5 @@ def test_kernels_for_several_architectures_are_made_and_emulated_in_one_process(
 def test_each_architecture_has_a_kernel_for_every_step_that_plans_name() -> None:
     steps = {"forward", "combine", "backward", "preprocess", "postprocess", "backward_gather"}
     for architecture in ARCHITECTURES.values():
-        named = steps | {"strip_join", "quantise"} if architecture.copies_boxes else steps
+        named = steps | {"quantise"} if architecture.copies_boxes else steps
         assert named <= set(architecture.kernels())

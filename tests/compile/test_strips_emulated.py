@@ -189,6 +189,7 @@ def test_tensors_that_a_score_mod_reads_get_the_gradient_of_the_whole_image(
     [
         ((2, 13 * 32 + 7, 64, 64), neighborhood((14, 32), 3), None),
         ((1, 13 * 41 + 1, 128, 128), neighborhood((14, 41), (3, 5)), None),
+        ((1, 12 * 36 + 31, 64, 64), neighborhood((13, 36), (5, 13)), None),  # keys begin 10 columns before
         pytest.param((1, 12 * 48 + 47, 64, 48), neighborhood((14, 48), 3), of_distance, marks=pytest.mark.slow),
         pytest.param((1, 16 * 24 + 9, 128, 128), neighborhood((17, 24), (5, 7)), None, marks=pytest.mark.slow),
         pytest.param((1, 16 * 40 + 16, 256, 256), neighborhood((17, 40), 3), None, marks=pytest.mark.slow),
@@ -213,6 +214,24 @@ def test_images_whose_last_row_is_cut_are_strips_with_that_row(
     torch.testing.assert_close(top.double(), wanted.double(), atol=1e-3, rtol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-3, rtol=1e-5)
     assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.usefixtures("few_tiles")
+def test_keys_that_no_query_sees_get_no_gradient_once_memory_is_cleared(generator: torch.Generator) -> None:
+    q, dout = (torch.randn(1, 4, 9 * 48, 64, generator=generator).to(BF16) for _ in range(2))
+    k, v = (torch.randn(1, 2, 24 * 48, 64, generator=generator).to(BF16) for _ in range(2))
+
+    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return ((q // 48 - kv // 48).abs() <= 2) & ((q % 48 - kv % 48).abs() <= 3)
+
+    assert in_strips(Problem.of(q, k, v), "backward", mask_mod=near)
+    check(partial(ca.attention, backend="hopper-emulated"), Case(q, k, v, mask_mod=near, dout=dout))
+
+
+@pytest.mark.usefixtures("few_tiles")
+def test_a_gradient_stays_whole_where_copies_bring_no_columns_that_end_with_those_before_the_image() -> None:
+    sees = neighborhood((13, 36), (5, 13))  # keys begin 10 columns before: of those 8 bring no whole part
+    assert [in_strips(problem(13, 36, d=d), "backward", mask_mod=sees) for d in (64, 80, 128)] == [True, False, True]
 
 
 CUT_IMAGES = [

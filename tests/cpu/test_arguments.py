@@ -21,7 +21,6 @@ from composattn.backends.fused.planning.arguments import (
     NumberForm,
     PostprocessArguments,
     PreprocessArguments,
-    StripJoinArguments,
     TensorForm,
     UnitsArguments,
 )
@@ -38,7 +37,7 @@ RECORDS: dict[str, Any] = {
     "combine": CombineArguments, "preprocess": PreprocessArguments,
     "backward": MainArguments, "backward_exchange": MainArguments,
     "postprocess": PostprocessArguments, "backward_gather": GatherArguments,
-    "strip_join": StripJoinArguments, "units": UnitsArguments,
+    "units": UnitsArguments,
 }  # fmt: skip
 
 
@@ -70,7 +69,6 @@ CALLED: dict[str, tuple[Callable[..., Any], Any]] = {
     "main": (launches, MainArguments),
     "postprocess": (launches, PostprocessArguments),
     "gather": (launches, GatherArguments),
-    "join": (launches, StripJoinArguments),
     "find_units": (FixedPointSums._find, UnitsArguments),
 }
 
@@ -143,7 +141,10 @@ def test_wide_heads_and_cut_tiles_are_as_described() -> None:
 def test_strips_of_an_image_are_as_described() -> None:
     attention = Attention(mask_mod=neighborhood((128, 128), 7))
     attention(*inputs(128 * 128)).sum().backward()  # type: ignore[union-attr]
-    attention.check_arguments("forward", *BACKWARD, "strip_join")
+    attention.check_arguments("forward", *BACKWARD)
+    cleared = PreprocessArguments(*attention.kernels["preprocess"].arguments).added
+    main = MainArguments(*attention.kernels["backward"].arguments)
+    assert [t.data_ptr() for t in cleared] == [main.dk.data_ptr(), main.dv.data_ptr()]
 
 
 def test_packed_launches_are_as_described() -> None:

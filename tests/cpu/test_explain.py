@@ -124,9 +124,9 @@ def of_image(rows: int, columns: int, cut: int = 0, **mods: object) -> str:
 
 
 def test_says_what_a_call_is_rewritten_to_or_why_it_stays_as_it_is() -> None:
-    assert "rewrites    strips: 6 of 16 columns of an image of 96, keys of 32 from 6 before" in of_image(96, 96)
+    assert "rewrites    strips: 6 of 16 columns of an image of 96, keys of 32 from 8 before" in of_image(96, 96)
     cut = of_image(96, 96, cut=40)
-    assert "rewrites    strips: 6 of 16 columns of an image of 96, keys of 32 from 6 before" in cut
+    assert "rewrites    strips: 6 of 16 columns of an image of 96, keys of 32 from 8 before" in cut
     assert "with 56 columns of a last row" in cut
     sinks = of_image(96, 96, sinks=torch.zeros(16))
     assert "rewrites       strips: nothing, as each part would have the sinks" in sinks

@@ -322,7 +322,7 @@ def test_a_gradient_of_sinks_gives_the_kernels_of_a_dense_call_no_table(learned:
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         out = ca.attention(*x.qkv, sinks=x.sinks.requires_grad_(learned))
         torch.autograd.grad(out, (*x.qkv, x.sinks) if learned else x.qkv, x.dout)
-    before, after = PreprocessArguments(*given[9]), PostprocessArguments(*given[6])
+    before, after = PreprocessArguments(*given[10]), PostprocessArguments(*given[6])
     assert before.query_tiles is after.query_tiles is None
     assert (before.sinks is not None) == (after.sinks is not None) == learned
 

@@ -16,7 +16,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.combine import Combine
     from ..fused.kernels.around.preprocess import Preprocess
     from ..fused.kernels.around.quantise import Quantise
-    from ..fused.kernels.around.strip_join import StripJoin
     from ..fused.kernels.around.units import Units
     from .backward import BlackwellBackward
     from .backward_pair import BlackwellBackwardPair
@@ -39,7 +38,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "postprocess": BlackwellPostprocess,
         "backward_gather": BlackwellGather,
         "quantise": Quantise,
-        "strip_join": StripJoin,
     }
 
 

@@ -18,7 +18,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
     from ..fused.kernels.around.dequantise import Dequantise
     from ..fused.kernels.around.preprocess import Preprocess
     from ..fused.kernels.around.quantise import Quantise
-    from ..fused.kernels.around.strip_join import StripJoin
     from ..fused.kernels.around.units import Units
     from .backward import HopperBackward
     from .backward_exchange import HopperBackwardExchange
@@ -50,7 +49,6 @@ def _kernels() -> Mapping[str, type[Kernel]]:
         "backward_gather": HopperGather,
         "quantise": Quantise,
         "dequantise": Dequantise,
-        "strip_join": StripJoin,
     }
 
 

@@ -43,21 +43,21 @@ def written_out(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 FOUND: dict[str, tuple[Strips, Callable[..., Any]]] = {
-    "a neighbourhood": (Strips(48, 3), on_image(7)),
+    "a neighbourhood": (Strips(48, 8), on_image(7)),
     "a wide one": (Strips(48, 8), on_image((3, 17))),
-    "with gaps between rows": (Strips(48, 2), on_image((3, 5), dilation=(2, 1))),
-    "with gaps between columns": (Strips(48, 6), on_image((3, 5), dilation=(1, 3))),
-    "causal along rows": (Strips(48, 4, beyond=True), on_image((3, 5), is_causal=(False, True))),
-    "causal along columns": (Strips(48, 2), on_image((3, 5), is_causal=(True, False))),
-    "distances": (Strips(48, 5, beyond=True), written_out),
-    "no whole number of strips": (Strips(40, 2), neighborhood((9, 40), 5)),
+    "with gaps between rows": (Strips(48, 8), on_image((3, 5), dilation=(2, 1))),
+    "with gaps between columns": (Strips(48, 8), on_image((3, 5), dilation=(1, 3))),
+    "causal along rows": (Strips(48, 8, beyond=True), on_image((3, 5), is_causal=(False, True))),
+    "causal along columns": (Strips(48, 8), on_image((3, 5), is_causal=(True, False))),
+    "distances": (Strips(48, 8, beyond=True), written_out),
+    "no whole number of strips": (Strips(40, 8), neighborhood((9, 40), 5)),
     "no whole number of strips, causal along rows": (
-        Strips(41, 4, beyond=True),
+        Strips(41, 8, beyond=True),
         neighborhood((9, 41), (3, 5), is_causal=(False, True)),
     ),
-    "three axes": (Strips(48, 1, several_axes=True), neighborhood((3, 3, 48), (1, 3, 3))),
-    "three axes of gaps": (Strips(48, 2, several_axes=True), neighborhood((3, 3, 48), (3, 1, 3), dilation=(1, 1, 2))),
-    "rows by head": (Strips(48, 1), lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (kv // COLUMNS >= h)),
+    "three axes": (Strips(48, 8, several_axes=True), neighborhood((3, 3, 48), (1, 3, 3))),
+    "three axes of gaps": (Strips(48, 8, several_axes=True), neighborhood((3, 3, 48), (3, 1, 3), dilation=(1, 1, 2))),
+    "rows by head": (Strips(48, 8), lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (kv // COLUMNS >= h)),
 }
 WHOLE: dict[str, Callable[..., Any]] = {
     "a sequence": causal(),
@@ -80,7 +80,7 @@ def graph(mask: Callable[..., Any]) -> Expr:
 
 
 NARROW: dict[str, tuple[Strips | None, Callable[..., Any]]] = {
-    "a neighbourhood": (Strips(48, 3, apart=8), on_image(7)),
+    "a neighbourhood": (Strips(48, 4, apart=8), on_image(7)),
     "no whole number of strips": (Strips(41, 4, apart=8), neighborhood((9, 41), 5)),
     "too wide": (None, on_image((3, 11))),
 }

@@ -23,6 +23,7 @@ from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows
 from ....primitives.strip_rows import StripRows, in_copies, rows_of
+from ....primitives.strip_sums import copies_that_add
 from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
 from ..planning.arguments import MainArguments, PiecesArguments
@@ -131,8 +132,12 @@ class Backward(Kernel, Generic[AnyTiling]):
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
             part = self.stored_rows, width // self.stored_across
-            stored = self.stored(host.keys, tensor, part[0])
-            copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
+            if self.plan.adds_keys:
+                image = host.keys.for_copies(tensor)
+                copies.append(copies_that_add(image, box, in_copies(host.keys, *part), host.keys.side))
+            else:
+                stored = self.stored(host.keys, tensor, part[0])
+                copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
         across = self.loads_across(host.q, host.dout, host.k)
         return (
             BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
@@ -143,7 +148,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         """dK or dV as copies of so many rows see it."""
         if self.plan.has_segments:
             return keys.for_stores(tensor, box)
-        return keys.for_parts(tensor) if isinstance(keys, StripRows) else keys.for_copies(tensor)
+        return keys.for_copies(tensor)
 
     def loads(self, mQ: Any, mdO: Any, mK: Any, mV: Any, layouts: Any, queries: Any, keys: Any) -> list:
         """Copies of tiles of Q, dO, K and V."""

@@ -19,7 +19,7 @@ from ....call.sequences import Sequences
 from ....graph.expr import DType
 from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
-from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan, StripJoinPlan
+from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
 from .plan_dequantise import DequantisePlan
 from .plan_quantise import QuantisePlan
 from .plan_units import UnitsPlan
@@ -133,6 +133,7 @@ class PreprocessArguments(NamedTuple):
     sequences: Any  # `Sequences`: where packed rows lie
     query_tiles: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
     sinks: Any  # `SinkArguments`
+    added: Any  # dk and dv of `MainArguments`, where strips of an image add to them
 
     @staticmethod
     def of(plan: PreprocessPlan) -> PreprocessArguments:
@@ -149,6 +150,7 @@ class PreprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             query_tiles=_work(plan),
             sinks=_sinks(plan),
+            added=(_keys(plan, plan.head_dim), _keys(plan, plan.head_dim_v)) if plan.clears_keys else None,
         )
 
 
@@ -161,8 +163,8 @@ class MainArguments(NamedTuple):
     dout: Any  # (B, Hq, Sq, Dv)
     workspace: Any  # fp32: a counter, zero; (2, B, Hq, rows): LSE in log2 units, D; see `primitives.padded_tiles`
     dq_accum: Any  # (B, Hq, tiles, tile_m * d) fp32, in the order of the product's registers
-    dk: Any  # (B, Hkv, Skv, D), or parts, of each strip of an image (B * strips, Hkv, rows of the strip, D)
-    dv: Any  # (B, Hkv, Skv, Dv), likewise
+    dk: Any  # (B, Hkv, Skv, D)
+    dv: Any  # (B, Hkv, Skv, Dv)
     pieces: Any  # of tiles that are cut: `PiecesArguments`
     turns: Any  # (B, Hq, tiles * sharing) int32, zeros: how many have added to a tile of dQ, or a block's part
     scale: Any
@@ -181,8 +183,8 @@ class MainArguments(NamedTuple):
             dout=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim_v),
             workspace=WORKSPACE,
             dq_accum=_dq_accum(plan),
-            dk=_key_gradient(plan, plan.head_dim),
-            dv=_key_gradient(plan, plan.head_dim_v),
+            dk=_keys(plan, plan.head_dim),
+            dv=_keys(plan, plan.head_dim_v),
             pieces=PIECES if plan.in_pieces else None,
             turns=TensorForm(torch.int32, (_entries(plan), "heads", "turns"), 1, align=4)
             if plan.deterministic
@@ -301,28 +303,9 @@ class GatherArguments(NamedTuple):
     def of(plan: GatherPlan) -> GatherArguments:
         return GatherArguments(
             pieces=PIECES,
-            dk=_key_gradient(plan, plan.head_dim),
-            dv=_key_gradient(plan, plan.head_dim_v),
+            dk=_keys(plan, plan.head_dim),
+            dv=_keys(plan, plan.head_dim_v),
             sequences=_sequences(plan.layout),
-        )
-
-
-class StripJoinArguments(NamedTuple):
-    """Arguments of the kernel that adds gradients of keys by strips of an image."""
-
-    dk_parts: Any  # (B * strips, Hkv, rows * wide, D)
-    dv_parts: Any  # (B * strips, Hkv, rows * wide, Dv)
-    dk: Any  # (B, Hkv, Skv, D)
-    dv: Any  # (B, Hkv, Skv, Dv)
-
-    @staticmethod
-    def of(plan: StripJoinPlan) -> StripJoinArguments:
-        d, dv = plan.head_dim, plan.head_dim_v
-        return StripJoinArguments(
-            dk_parts=_of_strips(plan.dtype, d),
-            dv_parts=_of_strips(plan.dtype, dv),
-            dk=_rows(plan.dtype, "dense", "kv_heads", "kv_len", d),
-            dv=_rows(plan.dtype, "dense", "kv_heads", "kv_len", dv),
         )
 
 
@@ -370,15 +353,9 @@ def _rows(dtype: torch.dtype, lie: str, heads: str, length: str, d: int) -> Tens
     return TensorForm(dtype, shapes[lie], 16 // dtype.itemsize, align=16)
 
 
-def _key_gradient(plan: BackwardPlan | GatherPlan, d: int) -> TensorForm:
-    """dK or dV: like the keys, or an entry for each strip of an image, (B * strips, Hkv, rows, D)."""
-    if plan.layout.strips is None:
-        return _rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", d)
-    return _of_strips(plan.dtype, d)
-
-
-def _of_strips(dtype: torch.dtype, d: int) -> TensorForm:
-    return TensorForm(dtype, ("entries", "kv_heads", "strip", d), 8, align=16)
+def _keys(plan: TiledPlan, d: int) -> TensorForm:
+    """k, v, or a tensor like them."""
+    return _rows(plan.dtype, plan.layout.kv, "kv_heads", "kv_len", d)
 
 
 def _entries(plan: TiledPlan) -> str:

@@ -12,9 +12,8 @@ from ....analysis.bands import EVERYTHING, TileInterval, ends_of
 from ....analysis.derived import Derived
 from ....analysis.program import Program
 from ....analysis.row_limits import RowLimits
-from ....analysis.strips import Strips
 from ....analysis.tile_lists import QueryLists, made_lists
-from ....call.problem import Problem
+from ....call.problem import Layout, Problem
 from ....graph.expr import Capture, DType, Expr
 from ....graph.expr import captures as captures_of
 from ....primitives.segment_entry import metadata_numbers
@@ -28,10 +27,15 @@ from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import Tiles
-from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, Plan, TiledPlan, check_blocks, compiled_in, derived_among
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
+
+
+def share_keys(layout: Layout) -> bool:
+    """Whether several strips of an image have the same keys."""
+    return layout.strips is not None and not layout.strips.is_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,11 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     def metadata_numbers(self) -> int:
         return 0 if self.metadata is None else metadata_numbers(len(self.metadata))
 
+    @property
+    def adds_keys(self) -> bool:
+        """Whether copies add dK and dV to memory that was cleared."""
+        return share_keys(self.layout)
+
     def __str__(self) -> str:
         t, by_two = self.tiling, ", by two blocks" * (self.tiling.sharing == 2)
         rows = {
@@ -99,13 +108,17 @@ class SinkForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessPlan(TiledPlan[AnyTiling]):
-    """The preprocess: statistics of query rows, and an empty dQ."""
+    """The preprocess: statistics of query rows, an empty dQ, and where strips add to them empty dK and dV."""
 
     step = "preprocess"
     has_dlse: bool
     sinks: SinkForm | None
     in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)  # of query tiles
+
+    @property
+    def clears_keys(self) -> bool:
+        return share_keys(self.layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,28 +137,14 @@ class GatherPlan(TiledPlan[AnyTiling]):
     step = "backward_gather"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StripJoinPlan(Plan):
-    """The join, which adds gradients of keys by strips of an image."""
-
-    step = "strip_join"
-    head_dim_v: int
-    head_dim: int
-    strips: Strips
-
-
 @dataclasses.dataclass(frozen=True)
 class BackwardPlans:
-    """The kernels of one gradient, in the order in which they run.
-
-    `gather` where tiles of keys are cut, `join` where the call goes by strips of an image.
-    """
+    """The kernels of one gradient, in the order in which they run; `gather` where tiles of keys are cut."""
 
     preprocess: PreprocessPlan
     main: BackwardPlan
     postprocess: PostprocessPlan
     gather: GatherPlan | None = None
-    join: StripJoinPlan | None = None
 
     def __str__(self) -> str:
         return str(self.main)
@@ -242,7 +241,6 @@ def backward_of(
         main,
         PostprocessPlan(**known, **of_rows, tiling=chosen),
         None if cut is None else GatherPlan(**known, **by_table, tiling=chosen),
-        _join(problem, target),
     )
 
 
@@ -252,13 +250,6 @@ def _order_of_rows(problem: Problem, tiling: BackwardTiling, segments: Segments 
         return segment_tables(problem, tiling.tile_m, "in_order", segments, of_keys=False)
     packed = problem.layout.q == "packed"
     return work_tables(problem, EVERYTHING, tiling.tile_m, tiling.tile_n, "in_order") if packed else None
-
-
-def _join(problem: Problem, target: Target) -> StripJoinPlan | None:
-    strips, widths = problem.layout.strips, (problem.head_dim, problem.head_dim_v)
-    if strips is None or strips.is_whole:
-        return None
-    return StripJoinPlan(target=target, dtype=problem.dtype, head_dim=widths[0], head_dim_v=widths[1], strips=strips)
 
 
 class OfKeys(TypedDict):
@@ -296,8 +287,10 @@ def _pieces(
 ) -> tuple[Cut | None, AnyTiling]:
     """Which tiles of keys are cut, by query heads or along the queries; `cut`: what is asked for.
 
-    `intervals` None: the device alone knows what a tile visits.
+    `intervals` None: the device alone knows what a tile visits. Those of strips are not cut.
     """
+    if problem.layout.strips is not None:
+        return None, dataclasses.replace(tiling, heads_a_piece=0)
     if 0 < tiling.heads_a_piece < problem.group:
         if cut == "auto" or not problem.layout.is_dense:
             cut = Cut(None, 0, -(-problem.group // tiling.heads_a_piece))

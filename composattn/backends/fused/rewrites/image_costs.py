@@ -44,8 +44,7 @@ COSTS: dict[tuple[Direction, int], Cost] = {
         4.0, 5.5, 5.5, "13x13: 96 wide 239.6, by pairs of five steps 292, whole 486; video whole 513"
     ),
 }
-MEMORY = 4.0  # bytes a picosecond with which parts of dK and dV are read and added: 202 MB in 50.5 us
-JOIN = 5.0  # microseconds of a kernel more, which adds them: an estimate, nobody timed it alone
+MEMORY = 4.0  # bytes a picosecond with which dK and dV are cleared: as a kernel read and wrote 202 MB in 50.5 us
 
 
 def microseconds(posed: Posed, visits: float, tile: Tile) -> float:
@@ -60,13 +59,16 @@ def microseconds(posed: Posed, visits: float, tile: Tile) -> float:
     scores = problem.batch * problem.q_heads * problem.q_len * visits * 128
     test = cost.pairs if strips is None else cost.words
     of_tile = cost.ends + test * scores / tiles / SCORES
-    return max(1.0, tiles / (posed.target.sms * tile.blocks)) * of_tile + _added(posed)
+    return max(1.0, tiles / (posed.target.sms * tile.blocks)) * of_tile + _cleared(posed)
 
 
-def _added(posed: Posed) -> float:
-    """Parts of dK and dV that overlap: read, added, and written as half as many."""
+def _cleared(posed: Posed) -> float:
+    """Microseconds in which dK and dV are cleared: half of what strips have keys of, as these overlap.
+
+    The adding is part of a tile's ends.
+    """
     problem, strips = posed.problem, posed.problem.layout.strips
     if strips is None or strips.is_whole or posed.direction == "forward":
         return 0.0
-    numbers = problem.batch * problem.kv_heads * problem.kv_len * (problem.head_dim + problem.head_dim_v)
-    return JOIN + 2 * 1.5 * numbers / MEMORY * 1e-6
+    numbers = problem.batch * problem.kv_heads * problem.kv_len // 2 * (problem.head_dim + problem.head_dim_v)
+    return 2 * numbers / MEMORY * 1e-6

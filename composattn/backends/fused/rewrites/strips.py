@@ -182,16 +182,29 @@ def _tiles_in_strips(posed: Posed) -> list[Tile] | str:
     if not architecture.copies_boxes:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
-        tilings = _backward_tilings(posed)
-        if not all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings):
-            return "tiles of the backward have no whole rows of a strip"
-        return _with_last_row([_backward_tile(t) for t in tilings], strips)
+        return _tiles_of_backward(_backward_tilings(posed), strips)
     tiling = _forward_tiling(posed)
     if tiling.queries % strips.apart or not tiling.tile_n:
         return "tiles of the forward have no whole rows of a strip"
     if tiling.packed_heads != 1 or splits(posed.problem, tiling, posed.target) != 1:
         return "tiles of a strip would have several heads, or parts of the keys"
     return _with_last_row([_forward_tile(tiling)], strips)
+
+
+def _tiles_of_backward(tilings: list[BackwardTiling], strips: Strips) -> list[Tile] | str:
+    if not all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings):
+        return "tiles of the backward have no whole rows of a strip"
+    if not all(strips.is_whole or _side_is_copied(strips, t) for t in tilings):
+        return f"keys begin {strips.before} columns before, and copies bring no {strips.side} columns of such a D"
+    return _with_last_row([_backward_tile(t) for t in tilings], strips)
+
+
+def _side_is_copied(strips: Strips, tiling: BackwardTiling) -> bool:
+    """Whether `side` columns of dK and dV are whole 128 bytes of shared memory, with which copies begin.
+
+    Its rows have 64 bytes and more, or 32 where D is no multiple of 64.
+    """
+    return strips.side * (64 if tiling.d % 64 == tiling.dv % 64 == 0 else 32) >= 128
 
 
 def _with_last_row(tiles: list[Tile], strips: Strips) -> list[Tile] | str:
@@ -254,16 +267,3 @@ def _by_kinds(mask: Expr, q_len: int, kv_len: int, heads: int, tile: tuple[int, 
     cuts = useful_cuts(mask, q_len, kv_len, tile)
     found = kinds(mask, Tiles(q_len, kv_len, tile, 1, heads, torch.device("cpu"), cuts=cuts)) != EMPTY
     return int(found.sum()) / (found.numel() // found.shape[-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyParts:
-    """Gradients of keys by strips: of each its queries' part, which `kernels.around.strip_join` adds."""
-
-    strips: Strips
-
-    def memory(self, keys: torch.Tensor) -> torch.Tensor:
-        """(B * count, H, rows * wide, D) for parts of the gradient of keys (B, H, S, D)."""
-        batch, heads, length, width = keys.shape
-        strips = self.strips
-        return keys.new_empty(batch * strips.count, heads, strips.keys_of(length), width)

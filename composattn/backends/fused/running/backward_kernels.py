@@ -25,14 +25,13 @@ def launches(
     main: Kernel,
     postprocess: Kernel,
     gather: Kernel | None,
-    join: Kernel | None,
     pieces_of: Pieces | None,
-    parts_of: Callable[[torch.Tensor], torch.Tensor] | None,
+    adds_keys: bool,
 ) -> Callable[..., None]:
     """What launches these kernels on the current device.
 
-    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `parts_of`: dk or dv →
-    memory for what strips of an image have of it, which `join` adds up.
+    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `adds_keys`:
+    `main` adds to dk and dv.
     """
 
     def launch(
@@ -56,18 +55,13 @@ def launches(
         if of_sinks is not None:
             sinks = SinkArguments(sinks=of_sinks[0], workspace=workspace, gradient=of_sinks[1])
         captured, scalars = tuple(reads) or None, tuple(numbers) or None
-        whole = dk, dv
-        if parts_of is not None:
-            dk, dv = parts_of(dk), parts_of(dv)
-        preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks)
+        added = (dk, dv) if adds_keys else None
+        preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks, added)
         main(
             q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars
         )  # fmt: skip
         postprocess(dq_accum, dq, scale, sequences, query_tiles, sinks)
         if gather is not None:
             gather(pieces, dk, dv, sequences)
-        if join is not None:
-            dk_parts, dv_parts, (dk, dv) = dk, dv, whole
-            join(dk_parts, dv_parts, dk, dv)
 
     return launch

@@ -18,7 +18,6 @@ from ....watched import range_name
 from ..compiling.compile import compile_plan
 from ..planning.arguments import PiecesArguments
 from ..planning.plan_backward import COUNTER, BackwardPlans
-from ..rewrites.strips import KeyParts
 from ..tiles.segments import most_places
 from .backward_kernels import BackwardTensors, Kernel, SinkGradient, Tables, launches
 from .bulk import copyable
@@ -66,7 +65,6 @@ class BackwardLauncher:
         self.kernel_of = kernel_of
         self.is_dense = plans.main.layout.is_dense
         self.strips = plans.main.layout.strips
-        self.key_parts = None if self.strips is None or self.strips.is_whole else KeyParts(self.strips)
         tables = [plan.work for plan in (plans.preprocess, plans.main) if plan.work is not None]
         self.has_tables = bool(tables)
         self.program = plans.main.program if program is None else program
@@ -98,16 +96,11 @@ class BackwardLauncher:
         return None if self.plans.gather is None else self.kernel_of(self.plans.gather)
 
     @cached_property
-    def join(self) -> Kernel | None:
-        return None if self.plans.join is None else self.kernel_of(self.plans.join)
-
-    @cached_property
     def launch(self) -> Callable[..., None]:
         """Launches them all on the current device, see `launches`."""
         pieces_of = None if self.plans.main.cut is None else self.pieces
-        parts_of = None if self.key_parts is None else self.key_parts.memory
-        kernels = self.preprocess, self.main, self.postprocess, self.gather, self.join
-        return launches(*kernels, pieces_of=pieces_of, parts_of=parts_of)
+        kernels = self.preprocess, self.main, self.postprocess, self.gather
+        return launches(*kernels, pieces_of=pieces_of, adds_keys=self.plans.main.adds_keys)
 
     def launch_in_range(self, *given: Any) -> None:
         """`launch`, where somebody profiles."""
@@ -116,7 +109,7 @@ class BackwardLauncher:
 
     def kernels(self) -> list[Kernel]:
         """All that it launches, made now."""
-        more = [kernel for kernel in (self.gather, self.join) if kernel is not None]
+        more = [] if self.gather is None else [self.gather]
         return [self.preprocess, self.main, self.postprocess, *more]
 
     def __call__(

@@ -15,9 +15,9 @@ from .....primitives.padded_tiles import (
 )
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
-from .....primitives.row_products import RowLanes
+from .....primitives.row_products import ELEMENTS, RowLanes
 from .....primitives.strip_rows import rows_of
-from .....primitives.values import choose, permuted
+from .....primitives.values import aligned, choose, move, permuted
 from ...planning.arguments import PreprocessArguments
 from ...planning.plan_backward import COUNTER, PreprocessPlan
 from ...tiles.architecture import Kernel
@@ -30,7 +30,8 @@ THREADS = 512
 class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
 
-    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it.
+    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it. Where dK
+    and dV are added to, each block clears a share of them.
     """
 
     arguments = PreprocessArguments
@@ -52,13 +53,13 @@ class Preprocess(Kernel):
         cleared = cleared_of(*flags) if self.tiling.clears else None
         claims = claims_of(*flags, parts) if parts else None
         sinks = SinkSums.of(self.plan, given)
-        written = statistics, dq_accum, counter, cleared, claims
+        written = statistics, dq_accum, counter, cleared, claims, given.added
         self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
             grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, queries, work, sinks):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, added, queries, work, sinks):
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         let_next_begin(self.plan.target)  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
@@ -69,6 +70,9 @@ class Preprocess(Kernel):
             _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
         if const_expr(claims is not None):
             _clear_of_tile(claims, blocks)
+        if const_expr(added is not None):
+            for tensor, width in zip(added, (self.plan.head_dim, self.plan.head_dim_v), strict=True):
+                _clear_share(tensor, blocks, width // ELEMENTS)
         tile, head, b = blocks.tile()
         sink = None if sinks is None else sinks.of_rows(blocks, head, b)
         share = Float32(0.0)
@@ -149,6 +153,25 @@ def _clear_of_tile(claims: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
     thread = cute.arch.thread_idx()[0]
     if thread < claims.shape[3]:
         claims[entry, head, tile, thread] = Int32(0)
+
+
+@cute.jit
+def _clear_share(tensor: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], across: cutlass.Constexpr[int]):
+    """A block's share of dK or dV (B, H, S, D), whose rows are so many times `ELEMENTS` wide.
+
+    The first rows by the last blocks: what was written before the main kernel is in L2 so far as it fits.
+    """
+    (batch, heads, length, _), (x, y, z), place = tensor.shape, blocks.counts(), blocks.place()
+    number, count = place[0] + x * (place[1] + y * place[2]), x * y * z
+    every = batch * heads * length * across
+    share = cute.ceil_div(every, count)
+    first = (count - 1 - number) * share
+    zeros = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(first + cute.arch.thread_idx()[0], cutlass.min(first + share, every), THREADS, unroll=1):
+        row, chunk = i // across, i % across
+        its = tensor[row // length // heads, row // length % heads, row % length, None]
+        move(zeros, cute.make_tensor(aligned(its.iterator + chunk * ELEMENTS), cute.make_layout(ELEMENTS)))
 
 
 @cute.jit
