@@ -104,8 +104,10 @@ class StripSequence(WholeSequence):
         tensor's only one, and has the number there that it has in the strip.
         """
         if isinstance(tensor, CutRows):
-            parts = [self._box(t, h, row, box, (which, column)) for t, row in zip(tensor, self.of.rows, strict=True)]
-            return TilesOfCut(*parts, self.of.last // box[0][1])
+            whole, last = (
+                self._box(t, h, row, box, (which, column)) for t, row in zip(tensor, self.of.rows, strict=True)
+            )
+            return TilesOfCut(whole, last, self.of.last // box[0][1])
         return self._box(tensor, h, self.of.above, box, (which, column))
 
     def _box(self, tensor: cute.Tensor, h: Int32, row: int, box: tuple[Any, int], which: Any) -> cute.Tensor:

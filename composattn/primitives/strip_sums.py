@@ -80,13 +80,14 @@ def _add(mine: Boolean, tiles: cutlass.Constexpr, tma: cutlass.Constexpr, shared
 @cute.jit
 def _start(tma: cutlass.Constexpr, shared, tiles: cutlass.Constexpr, at: tuple, is_last: Boolean):
     """The copy to one box."""
+    place = (None, *at)
     if const_expr(isinstance(tma, CutRows)):
         if is_last:
             source, target = partition(tma.last, shared, tiles.last)
-            cute.copy(tma.last, source, target[(None, *at)])
+            cute.copy(tma.last, source, target[place])
         else:
             source, target = partition(tma.whole, shared, tiles.whole)
-            cute.copy(tma.whole, source, target[(None, *at)])
+            cute.copy(tma.whole, source, target[place])
     else:
         source, target = partition(tma, shared, tiles)
-        cute.copy(tma, source, target[(None, *at)])
+        cute.copy(tma, source, target[place])
