@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+ALONE = {"cp_world_size": 1}  # keys are one GPU's; 0 is refused
+
 
 def is_there() -> bool:
     return "FA3_SO" in os.environ
@@ -23,8 +25,9 @@ def operator() -> tuple[Any, dict[str, Any]]:
     loaded = torch.ops._vllm_fa3_C.fwd
     nothing: dict[str, Any] = {"int": 0, "SymInt": 0, "bool": False, "float": 0.0}  # all others: None
     arguments = loaded.default._schema.arguments
-    return loaded, {argument.name: nothing.get(str(argument.type)) for argument in arguments} | {
-        argument.name: argument.default_value for argument in arguments if argument.has_default_value()
+    return loaded, {
+        a.name: a.default_value if a.has_default_value() else ALONE.get(a.name, nothing.get(str(a.type)))
+        for a in arguments
     }
 
 

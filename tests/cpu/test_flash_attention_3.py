@@ -16,7 +16,7 @@ from benchmarks.implementations import FlashAttention3, Inputs, NotServed
 CPU = torch.device("cpu")
 KINDS = {"q": "Tensor", "k": "Tensor", "v": "Tensor", "out": "Optional[Tensor]", "softmax_scale": "Optional[float]"}
 KINDS |= {"is_causal": "bool", "window_size_left": "int", "window_size_right": "int", "num_splits": "int"}
-KINDS |= {"softcap": "float", "sm_margin": "int"}
+KINDS |= {"softcap": "float", "sm_margin": "int", "cp_world_size": "int"}
 
 
 class Operator:
@@ -51,6 +51,7 @@ def test_what_is_not_given_is_nothing_of_its_type(operator: Operator) -> None:
     assert operator.given.keys() == KINDS.keys()
     nothing = {name: operator.given[name] for name in ("out", "softcap", "sm_margin", "softmax_scale", "num_splits")}
     assert nothing == {"out": None, "softcap": 0.0, "sm_margin": 0, "softmax_scale": 0.25, "num_splits": 1}
+    assert operator.given["cp_world_size"] == 1, "a build of November 2026 refuses 0"
     with pytest.raises(TypeError, match="no argument page"):
         flash_attention_3.forward(q, q, q, page=1)
 
