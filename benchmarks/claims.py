@@ -73,8 +73,8 @@ def of_trained(run: Result) -> list[str]:
     if not both:
         return []
     beside = f" The same rows of N(0, 1), in the same turns: {spread_of([plain[row] for row in both])}."
-    words = "scores as in the heads of a trained model, forward and backward"
-    return counted(words, [trained[row] for row in both], beside)
+    ways = " and ".join(way for way in ("forward", "backward") if any(row.startswith(way) for row in both))
+    return counted(f"scores as in the heads of a trained model, {ways}", [trained[row] for row in both], beside)
 
 
 def sweeps() -> dict[str, list[Row]]:

@@ -278,7 +278,7 @@ def test_scores_of_a_trained_model_stand_beside_the_same_rows_of_draws() -> None
 
     rows = [*rows_of(f"{claims.TRAINED}forward 1", 125.0), *rows_of("forward 1", 50.0), *rows_of("forward 2", 1.0)]
     first, second = claims.of_trained(report.Result("chip-trained", {"rows": rows}))
-    assert first.endswith("forward and backward: median 0.80×, from 0.80× to 0.80×;")
+    assert first.endswith("forward: median 0.80×, from 0.80× to 0.80×;")
     assert "slower in 1 of 1 rows." in second and "in the same turns: median 2.00×" in second
 
 
