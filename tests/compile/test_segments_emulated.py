@@ -99,7 +99,8 @@ def test_small_blocks_and_large_ones_count_keys_from_a_document_on(
     """A first document that is too short for the copies of its last rows, short ones behind it, two in a segment."""
     ids = torch.stack([documents(70, 64, 100, 1, 62, 100), documents(300, 97)])
     mask = causal() & document(ids) if is_causal else document(ids)
-    case = drawn(generator, mask, 2, (2, 1), 397, dim=dim)
+    heads = (2, 1) if dim <= 128 else (2, 2)  # grouped heads of more columns share tiles, which begin with no document
+    case = drawn(generator, mask, 2, heads, 397, dim=dim)
     assert in_segments(case)
     check(ATTENTION, case)
 
