@@ -48,7 +48,7 @@ def ids(length: int) -> torch.Tensor:
 # what each takes now and a tenth, so that more is a decision; tiles of a neighbourhood are counted for strips of two
 # widths
 COSTS: dict[str, tuple[Callable[[], Mask], int, int]] = {
-    "window": (lambda: causal() & sliding_window(1024), 1 << 20, 52),
+    "window": (lambda: causal() & sliding_window(1024), 1 << 20, 78),
     "neighbourhood": (lambda: neighborhood((128, 128), (7, 7)), 1 << 14, 389),
     "documents": (lambda: document(ids(8192)) & causal(), 8192, 231),
     "documents-numbered-backwards": (lambda: document(ids(8192).flip(0)) & causal(), 8192, 224),

@@ -52,9 +52,11 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
         most = 8 * sms // max(1, tiles)
     else:
         most = sms // max(1, tiles - whole) if tiles > MANY * sms else 1
-    # whole rounds of equal tiles before them take as long whatever follows
-    rest = [length for length in sorted(lengths, reverse=True) for _ in range(repeats)][whole:]
     counts = range(1, max(1, min(MOST_PIECES, longest // SHORTEST, most)) + 1)
+    if len(counts) == 1:  # of billions of tiles too
+        return _cut(tiles, whole, 1)
+    # whole rounds of equal tiles before them take as long whatever follows
+    rest = [longest] * (tiles - whole) if equal else sorted([*lengths] * repeats, reverse=True)
     return _cut(tiles, whole, min(counts, key=lambda pieces: _time(rest, pieces, sms)))
 
 
