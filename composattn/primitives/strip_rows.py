@@ -97,7 +97,7 @@ class StripSequence(WholeSequence):
         of, first = self.of, self.strip * self.of.apart - self.of.before
         large = self.tiles(tensor.large, h, tile, column)
         small = self._boxes(tensor.small, h, ((of.side, 1), tile[1]), (None, None), column)
-        return SumTiles(large, small, tile[0] // of.wide, of.wide, of.side, first, of.above, of.last)
+        return SumTiles(large, small, tile[0] // of.wide, of.wide, of.side, first, of.above)
 
     def _boxes(self, tensor: Any, h: Int32, box: tuple[Any, int], which: tuple[Any, Any], column: Any) -> Any:
         """Boxes of the image from the strip's first column and row on, `which` of them. A last row that is cut is its

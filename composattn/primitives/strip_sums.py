@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .cut_rows import CutRows, bulk_copy, partition
@@ -41,8 +41,7 @@ def copies_that_add(image: Any, layout: Any, box: tuple[Any, int], side: int) ->
 class SumTiles(Fixed):
     """The tiles of a strip, of so many `rows` of `wide` columns of the image, the first of which is `column`.
 
-    `small`: boxes of `side` columns and one row, by column and row. `above`: rows in front of the image. `last`: the
-    strip's row that is cut; None: none is.
+    `small`: boxes of `side` columns and one row, by column and row. `above`: rows in front of the image.
     """
 
     large: Any
@@ -52,7 +51,6 @@ class SumTiles(Fixed):
     side: int
     column: Any
     above: int
-    last: int | None
 
     def add(self, mine: Any, tma: Added, shared: cute.Tensor, number: Any) -> None:
         """Starts the copies of shared memory (keys, D) to tile `number`, where this warp is to."""
@@ -65,29 +63,31 @@ def _add(mine: Boolean, tiles: cutlass.Constexpr, tma: cutlass.Constexpr, shared
         cute.arch.griddepcontrol_wait()  # for empty memory: keys that no query sees come here without a wait
         row = number * tiles.rows
         if (row >= tiles.above) & (tiles.column >= 0):
-            _start(tma.large, shared, tiles.large, (number,), row == (-1 if tiles.last is None else tiles.last))
+            _start(tma.large, shared, tiles.large, (number,))
         else:
             across = tiles.wide // tiles.side
             for i in cutlass.range(tiles.rows * across, unroll=1):
                 its, there = row + i // across, i % across
                 if (its >= tiles.above) & (tiles.column + there * tiles.side >= 0):
                     part = cute.local_tile(shared, (tiles.side, cute.size(shared, mode=[1])), (i, 0))
-                    is_last = its == (-1 if tiles.last is None else tiles.last)
-                    _start(tma.small, part, tiles.small, (there, its), is_last)
+                    _start(tma.small, part, tiles.small, (there, its))
         cute.arch.cp_async_bulk_commit_group()
 
 
-@cute.jit
-def _start(tma: cutlass.Constexpr, shared, tiles: cutlass.Constexpr, at: tuple, is_last: Boolean):
-    """The copy to one box."""
-    place = (None, *at)
-    if const_expr(isinstance(tma, CutRows)):
-        if is_last:
-            source, target = partition(tma.last, shared, tiles.last)
-            cute.copy(tma.last, source, target[place])
-        else:
-            source, target = partition(tma.whole, shared, tiles.whole)
-            cute.copy(tma.whole, source, target[place])
+def _start(tma: Any, shared: cute.Tensor, tiles: Any, at: tuple[Any, ...]) -> None:
+    """The copy to one box; its last number tells whether it is in a last row that is cut."""
+    source, target = partition(tma, shared, tiles)
+    if isinstance(tma, CutRows):
+        _start_cut(tma, source, target, at)
     else:
-        source, target = partition(tma, shared, tiles)
+        place = (None, *at)  # of its own: in brackets Python 3.10 has no star
         cute.copy(tma, source, target[place])
+
+
+@cute.jit
+def _start_cut(tma: cutlass.Constexpr, source, tiles: cutlass.Constexpr, at: tuple):
+    place = (None, *at)
+    if at[-1] == tiles.at:
+        cute.copy(tma.last, source, tiles.last[place])
+    else:
+        cute.copy(tma.whole, source, tiles.whole[place])
