@@ -51,6 +51,11 @@ class Layout:
         return None
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether several strips of an image have the same keys."""
+        return self.strips is not None and not self.strips.is_whole
+
+    @property
     def mirrored(self) -> Layout:
         """With queries and keys exchanged."""
         assert self.kv != "paged"

@@ -132,7 +132,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
             box = cute.select(layout, [0, 1])
             part = self.stored_rows, width // self.stored_across
-            if self.plan.adds_keys:
+            if self.plan.layout.shares_keys:  # to memory that was cleared
                 image = host.keys.for_copies(tensor)
                 copies.append(copies_that_add(image, box, in_copies(host.keys, *part), host.keys.side))
             else:

@@ -150,7 +150,7 @@ class PreprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             query_tiles=_work(plan),
             sinks=_sinks(plan),
-            added=(_keys(plan, plan.head_dim), _keys(plan, plan.head_dim_v)) if plan.clears_keys else None,
+            added=(_keys(plan, plan.head_dim), _keys(plan, plan.head_dim_v)) if plan.layout.shares_keys else None,
         )
 
 

@@ -13,7 +13,7 @@ from ....analysis.derived import Derived
 from ....analysis.program import Program
 from ....analysis.row_limits import RowLimits
 from ....analysis.tile_lists import QueryLists, made_lists
-from ....call.problem import Layout, Problem
+from ....call.problem import Problem
 from ....graph.expr import Capture, DType, Expr
 from ....graph.expr import captures as captures_of
 from ....primitives.segment_entry import metadata_numbers
@@ -31,11 +31,6 @@ from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, comp
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
-
-
-def share_keys(layout: Layout) -> bool:
-    """Whether several strips of an image have the same keys."""
-    return layout.strips is not None and not layout.strips.is_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +72,6 @@ class BackwardPlan(TiledPlan[AnyTiling]):
     def metadata_numbers(self) -> int:
         return 0 if self.metadata is None else metadata_numbers(len(self.metadata))
 
-    @property
-    def adds_keys(self) -> bool:
-        """Whether copies add dK and dV to memory that was cleared."""
-        return share_keys(self.layout)
-
     def __str__(self) -> str:
         t, by_two = self.tiling, ", by two blocks" * (self.tiling.sharing == 2)
         rows = {
@@ -115,10 +105,6 @@ class PreprocessPlan(TiledPlan[AnyTiling]):
     sinks: SinkForm | None
     in_one_row: bool  # whether its blocks lie in the first dimension of the grid alone
     work: WorkTables | None = dataclasses.field(compare=False, repr=False, metadata=TABLES)  # of query tiles
-
-    @property
-    def clears_keys(self) -> bool:
-        return share_keys(self.layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

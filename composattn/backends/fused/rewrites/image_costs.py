@@ -67,8 +67,8 @@ def _cleared(posed: Posed) -> float:
 
     The adding is part of a tile's ends.
     """
-    problem, strips = posed.problem, posed.problem.layout.strips
-    if strips is None or strips.is_whole or posed.direction == "forward":
+    problem = posed.problem
+    if not problem.layout.shares_keys or posed.direction == "forward":
         return 0.0
     numbers = problem.batch * problem.kv_heads * problem.kv_len // 2 * (problem.head_dim + problem.head_dim_v)
     return 2 * numbers / MEMORY * 1e-6

@@ -100,7 +100,7 @@ class BackwardLauncher:
         """Launches them all on the current device, see `launches`."""
         pieces_of = None if self.plans.main.cut is None else self.pieces
         kernels = self.preprocess, self.main, self.postprocess, self.gather
-        return launches(*kernels, pieces_of=pieces_of, adds_keys=self.plans.main.adds_keys)
+        return launches(*kernels, pieces_of=pieces_of, adds_keys=self.plans.main.layout.shares_keys)
 
     def launch_in_range(self, *given: Any) -> None:
         """`launch`, where somebody profiles."""
