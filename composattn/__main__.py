@@ -283,7 +283,6 @@ def parser() -> argparse.ArgumentParser:
     times.add_argument("--gradient", action="store_true", help="the backward too")
     keeping = added(cache, "--unused 30")
     keeping.add_argument("--unused", type=days_from, metavar="DAYS", help="remove kernels not used for so long; 0: all")
-    keeping.set_defaults(run=cache)
     checks = added(doctor, "--full")
     checks.add_argument("--full", action="store_true", help=full.__doc__)
     checks.set_defaults(run=lambda options: full() if options.full else doctor())
