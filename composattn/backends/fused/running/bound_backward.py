@@ -105,16 +105,8 @@ def _launching(
 def _summing(run: BoundBackward, sums: FixedPointSums, device: int | None) -> BoundBackward:
     """`run`, whose kernels add to these sums, and behind it their gradients of captured tensors."""
 
-    def run_and_sum(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        captured: Sequence[torch.Tensor],
-        *others: Any,
-    ) -> Grads | None:
+    def run_and_sum(*given: Any) -> Grads | None:
+        q, k, v, out, lse, dout, captured, *others = given
         if device is not None:  # asked before anything is launched
             current = torch._C._cuda_getDevice()
             if device != current or is_captured(torch._C._cuda_getCurrentRawStream(device)):

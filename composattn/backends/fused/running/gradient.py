@@ -228,8 +228,8 @@ class FusedGradient:
             with torch.cuda.device(known.q.device):
                 return self._summed(known, scalars, sequences, summed, of_sinks)
         sums = self.summing(summed)
-        known = known._replace(dout=copyable(known.dout.to(known.out.dtype)))
-        begun = sums.begun(known.dout, copyable(known.v), known.dlse, known.captured, sequences)
+        known = known._replace(v=copyable(known.v), dout=copyable(known.dout.to(known.out.dtype)))
+        begun = sums.begun(known.dout, known.v, known.dlse, known.captured, sequences)
         made = dict(zip(sums.program.made, begun, strict=True))
         grads = self._launched(known, scalars, sequences, summed, made, of_sinks)
         found = zip(self.program.captures, sums.gradients(begun, known.captured), strict=True)
