@@ -2,7 +2,6 @@
 
     python -m benchmarks.warp_backward_tilings --dims 64,128,256 --lengths 2048,8192 --out result.json
     python -m benchmarks.warp_backward_tilings --chosen --lengths 512,2048,8192     what calls get, and grouped heads
-    python -m benchmarks.warp_backward_tilings --mods                               beside compiled FlexAttention
     python -m benchmarks.warp_backward_tilings --dry    compiles them all, with no GPU: registers, spills, shared memory
 
 Calls are those of `warp_tilings`; FlashAttention-2 is the one in torch. A time is that of all kernels of a backward.
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import warp_mods
 from benchmarks.kernel_cases import Launched, right_ones, save
 from benchmarks.timing import Call
 from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
@@ -163,9 +161,6 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     given = options_of(__doc__, "2048,8192").parse_args()
-    if given.mods:
-        warp_mods.run(given, backward=True)
-        return
     every = [case for case in cases_of(Case, CANDIDATES, given) if case.is_one]
     save(rows_of(every, compiled, kept, measured, given), given.out)
 

@@ -91,7 +91,6 @@ def options_of(words: str | None, lengths: str) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--chosen", action="store_true")
-    parser.add_argument("--mods", action="store_true", help="calls with mods alone")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path)
     return parser

@@ -2,7 +2,6 @@
 
     python -m benchmarks.warp_tilings --dims 64,128,256 --lengths 2048,16384 --out result.json
     python -m benchmarks.warp_tilings --chosen --lengths 512,2048,8192,32768      what calls get, and grouped heads
-    python -m benchmarks.warp_tilings --mods                                      beside compiled FlexAttention
     python -m benchmarks.warp_tilings --dry          compiles them all, with no GPU: registers, spills, shared memory
 
 FlashAttention-2 is the one in torch (`scaled_dot_product_attention`). On a Hopper GPU the kernels are those of an A100,
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import warp_mods
 from benchmarks.kernel_cases import Launched, error_of_rows, right_ones, save
 from benchmarks.timing import Call
 from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
@@ -123,10 +121,7 @@ def measured(group: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     given = options_of(__doc__, "2048,16384").parse_args()
-    if given.mods:
-        warp_mods.run(given, backward=False)
-    else:
-        save(rows_of(cases_of(Case, CANDIDATES, given), compiled, kept, measured, given), given.out)
+    save(rows_of(cases_of(Case, CANDIDATES, given), compiled, kept, measured, given), given.out)
 
 
 if __name__ == "__main__":
