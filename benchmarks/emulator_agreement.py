@@ -78,10 +78,9 @@ CONFIGS = tuple(
 )  # fmt: skip
 
 
-def compare(c: Config) -> dict[str, Any]:
+def compare(c: Config, backend: str) -> dict[str, Any]:
     """Runs a configuration on both and says how far they are apart, and what that may be."""
-    make, backend = torch.Generator().manual_seed(CONFIGS.index(c)), ca.backends.default_for(torch.device("cuda"))
-    dtype = getattr(torch, c.dtype)
+    make, dtype = torch.Generator().manual_seed(CONFIGS.index(c)), getattr(torch, c.dtype)
 
     def tensor(heads: int, length: int) -> torch.Tensor:
         x = torch.randn(c.batch, heads, length, c.dim, generator=make)
@@ -114,9 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "agreement" / "emulator.json")
     options = parser.parse_args()
-    rows = []
+    rows, backend = [], ca.backends.default_for(torch.device("cuda"))
     for c in CONFIGS:
-        rows.append(compare(c))
+        rows.append(compare(c, backend))
         print(json.dumps(rows[-1]), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}

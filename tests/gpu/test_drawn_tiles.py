@@ -16,9 +16,6 @@ from composattn.call.problem import Problem
 from composattn.mods import causal, sliding_window, softcap
 from tests.support import gpu_backend, poison_cuda_memory
 
-if torch.cuda.is_available() and gpu_backend() != "hopper":
-    pytest.skip("blocks of other architectures' forwards take tiles in other ways", allow_module_level=True)
-
 MODS: dict[str, Callable[[], dict[str, Any]]] = {
     "full": dict,
     "causal": lambda: {"mask_mod": causal()},
@@ -102,6 +99,8 @@ def test_graphs_that_are_replayed_beside_each_other_and_beside_calls(warm: bool)
 
 
 def test_these_calls_are_drawn() -> None:
+    if gpu_backend() != "hopper":
+        pytest.skip("blocks of other architectures' forwards take tiles in other ways")
     for mods in MODS.values():
         for length in LENGTHS[2:]:
             plan = plan_forward(Problem.of(*drawn(3, length, 128)), ca.Attention(**mods()).program, HOPPER)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.emulator_agreement import CONFIGS, Config, compare
+from tests.support import gpu_backend
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_gpu_and_emulator_agree(config: Config) -> None:
-    row = compare(config)
+    row = compare(config, gpu_backend())
     assert row["within"], row

@@ -23,12 +23,6 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if gpu_backend() != "hopper":
-        pytest.skip("no products of 8 bits elsewhere")
-
-
 def fp8_case(d: int, dv: int, length: int, **given: Any) -> Case:
     make = torch.Generator("cuda").manual_seed(d)
     q, k, v = (torch.randn(2, h, length, n, generator=make, device="cuda") for h, n in ((8, d), (2, d), (2, dv)))
@@ -41,12 +35,12 @@ def fp8_case(d: int, dv: int, length: int, **given: Any) -> Case:
 @pytest.mark.parametrize("mods", MODS.values(), ids=MODS)
 @pytest.mark.parametrize(("d", "dv"), DIMS)
 def test_products_of_8_bits_are_right(d: int, dv: int, mods: dict[str, Any]) -> None:
-    check(partial(ca.attention, backend="hopper"), fp8_case(d, dv, 1000, **mods))
+    check(partial(ca.attention, backend=gpu_backend()), fp8_case(d, dv, 1000, **mods))
 
 
 def test_score_mods_see_true_scores() -> None:
     slopes = torch.linspace(0.1, 1.0, 8, device="cuda")
-    check(partial(ca.attention, backend="hopper"), fp8_case(128, 128, 1000, score_mod=alibi(slopes)))
+    check(partial(ca.attention, backend=gpu_backend()), fp8_case(128, 128, 1000, score_mod=alibi(slopes)))
 
 
 @pytest.mark.parametrize("block", [1, 32, 64, 128])
@@ -60,7 +54,7 @@ def test_scales_of_blocks_are_right(d: int, dv: int, block: int) -> None:
     made = ca.quantize(q, k * sizes.rsqrt(), (v + 1.0) * sizes, center=False, **how)
     scales = tuple(x.scale for x in made)
     case = Case(*(x.data for x in made), scales=scales, out_dtype=torch.bfloat16, mask_mod=causal())  # type: ignore[arg-type]
-    check(partial(ca.attention, backend="hopper"), case)
+    check(partial(ca.attention, backend=gpu_backend()), case)
     with_lse, alone = (
         ca.attention(*made, mask_mod=causal(), out_dtype=torch.bfloat16, return_lse=lse) for lse in (True, False)
     )
@@ -74,6 +68,6 @@ def test_sums_over_many_keys_lose_nothing(d: int, length: int) -> None:
     q, k, v = (torch.randn(1, 1, n, d, device="cuda") for n in (192, length, length))
     tensors = [t.to(E4M3) for t in (q, k, v + 1.0)]
     given: dict[str, Any] = {"q_scale": 1.0, "schedule": ca.Schedule(split_kv=1)}
-    out = ca.attention(*tensors, **given, backend="hopper")
+    out = ca.attention(*tensors, **given, backend=gpu_backend())
     exact = ca.attention(*tensors, q_scale=1.0, out_dtype=torch.float64, backend="streaming")
     assert (out - exact).norm() <= 2.5e-3 * exact.norm()

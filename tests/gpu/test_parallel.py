@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import gpu_backend
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,9 +22,8 @@ def test_two_gpus_compute_what_one_does(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.context_parallel", "--only", "check", "--out", str(rows)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    env = os.environ | {"PYTHONPATH": path, "COMPOSATTN_BACKEND": gpu_backend()}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     *found, last = [json.loads(line) for line in rows.read_text().splitlines()]
     assert last == {"done": True}, found

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.gpu
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda", "dim": 512}
 
 
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if gpu_backend() != "hopper":
-        pytest.skip("head dimensions above 256 are Hopper's")
-
-
 def dense(**options: Any) -> Case:
     return make_case(5, **{**HEADS, **options})
 
@@ -83,7 +77,7 @@ def _bias(values: torch.Tensor) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_forward_is_as_close_as_plain_pytorch(name: str) -> None:
     case, options = CASES[name]()
-    check(functools.partial(ca.attention, backend="hopper", **options), case.without_gradients())
+    check(functools.partial(ca.attention, backend=gpu_backend(), **options), case.without_gradients())
 
 
 LEARNED: dict[str, Any] = {
@@ -105,15 +99,15 @@ DIFFERENTIABLE = [
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *LEARNED])
 def test_gradients_are_as_close_as_plain_pytorch(name: str) -> None:
     case = LEARNED[name]() if name in LEARNED else CASES[name]()[0]
-    check(functools.partial(ca.attention, backend="hopper"), case)
+    check(functools.partial(ca.attention, backend=gpu_backend()), case)
 
 
 @pytest.mark.parametrize("name", ["causal", "packed", "lists"])
 def test_gradients_in_a_fixed_order_are_right_and_the_same_each_time(name: str) -> None:
     case = CASES[name]()[0]
-    check(functools.partial(ca.attention, backend="hopper", deterministic=True), case)
+    check(functools.partial(ca.attention, backend=gpu_backend(), deterministic=True), case)
     leaves = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
-    out = ca.attention(*leaves, backend="hopper", mask_mod=case.mask_mod, varlen=case.varlen, deterministic=True)
+    out = ca.attention(*leaves, backend=gpu_backend(), mask_mod=case.mask_mod, varlen=case.varlen, deterministic=True)
     runs = [torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True) for _ in range(10)]
     for run in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
@@ -123,6 +117,6 @@ def test_gradients_in_a_fixed_order_are_right_and_the_same_each_time(name: str) 
 def test_it_gives_the_same_bits_each_time(name: str) -> None:
     case, options = CASES[name]()
     given = {"varlen": case.varlen, "paged": case.paged, "mask_mod": case.mask_mod, "return_lse": True, **options}
-    runs = [ca.attention(case.q, case.k, case.v, backend="hopper", **given) for _ in range(20)]
+    runs = [ca.attention(case.q, case.k, case.v, backend=gpu_backend(), **given) for _ in range(20)]
     for out, lse in runs[1:]:
         assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
