@@ -29,7 +29,7 @@ def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
 class WarpTiling(ForwardTiling):
     """Each warp has `warp_rows` of the query rows; K and V lie in `stages` each, and all threads copy.
 
-    `resident`: Q waits in registers for all tiles of keys. `named_cutlass`: see `Plan`.
+    `resident`: Q waits in registers for all tiles of keys.
     """
 
     l2: ClassVar[int] = 24 << 20  # bytes of K and V of the heads that are worked on together
@@ -95,7 +95,6 @@ class WarpBackwardTiling(BackwardTiling):
     stages: int = 1
     blocks: int = 1
     distances: int = 0
-    named_cutlass: bool = True
 
     @property
     def threads(self) -> int:

@@ -140,7 +140,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def named_cutlass(self) -> bool:
-        return getattr(self.tiling, "named_cutlass", True)
+        return self.tiling.named_cutlass
 
     @property
     def shared_memory(self) -> int:

@@ -34,7 +34,7 @@ class Tiling(abc.ABC):
 
     `kernel` is the one of the architecture's kernels that is cut so. `d` and `dv` are the head dimensions as stored on
     chip, padded with zeros. `heads_together`: how many key/value heads are worked on together; None: as many as read
-    (and add to) no more bytes than a tiling's `l2`.
+    (and add to) no more bytes than a tiling's `l2`. `named_cutlass`: see `Plan`.
     """
 
     kernel: str
@@ -43,6 +43,7 @@ class Tiling(abc.ABC):
     d: int
     dv: int
     heads_together: int | None = None
+    named_cutlass: bool = True
 
     @property
     def step(self) -> str:
