@@ -1,6 +1,7 @@
 """flash-attention's kernels for Hopper (FA3), as vLLM builds them: one operator, in a library that FA3_SO names.
 
-It is a forward alone. Arguments are given by name, as versions have more or fewer of them.
+It is a forward alone, of packed sequences alone: a batch of equal lengths is given as these. Arguments are given by
+name, as versions have more or fewer of them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,25 @@ def operator() -> tuple[Any, dict[str, Any]]:
     }
 
 
+@functools.cache
+def starts_of(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Where each of `batch` sequences of `length` tokens begins, and the end of the last: int32 (batch + 1)."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
     """Output (B, S, H, D), or packed (total, H, D) with `cu_seqlens_q` and the like. Raises `TypeError` for an unknown
     name."""
     call, defaults = operator()
+    shape = (*q.shape[:-1], v.shape[-1])
+    if q.dim() == 4:
+        for name, x in (("q", q), ("k", k)):
+            given |= {f"cu_seqlens_{name}": starts_of(*x.shape[:2], x.device), f"max_seqlen_{name}": x.shape[1]}
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     given = {"window_size_left": -1, "window_size_right": -1, "num_splits": 1, **given, "q": q, "k": k, "v": v}
     given.setdefault("softmax_scale", q.shape[-1] ** -0.5)
     unknown = given.keys() - defaults.keys()
     if unknown:
         raise TypeError(f"this build has no argument {', '.join(sorted(unknown))}")
     out: torch.Tensor = call(**defaults | given)[0]
-    return out
+    return out.view(shape)

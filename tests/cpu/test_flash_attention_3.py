@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 KINDS = {"q": "Tensor", "k": "Tensor", "v": "Tensor", "out": "Optional[Tensor]", "softmax_scale": "Optional[float]"}
 KINDS |= {"is_causal": "bool", "window_size_left": "int", "window_size_right": "int", "num_splits": "int"}
 KINDS |= {"softcap": "float", "sm_margin": "int", "cp_world_size": "int"}
+KINDS |= {f"cu_seqlens_{x}": "Optional[Tensor]" for x in "qk"} | {f"max_seqlen_{x}": "Optional[int]" for x in "qk"}
 
 
 class Operator:
@@ -46,12 +47,14 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
 
 
 def test_what_is_not_given_is_nothing_of_its_type(operator: Operator) -> None:
-    q = torch.ones(1, 2, 3, 16)
-    assert flash_attention_3.forward(q, q, q, is_causal=True) is q
+    q = torch.ones(2, 3, 4, 16)
+    assert flash_attention_3.forward(q, q, q, is_causal=True).shape == q.shape
     assert operator.given.keys() == KINDS.keys()
     nothing = {name: operator.given[name] for name in ("out", "softcap", "sm_margin", "softmax_scale", "num_splits")}
     assert nothing == {"out": None, "softcap": 0.0, "sm_margin": 0, "softmax_scale": 0.25, "num_splits": 1}
     assert operator.given["cp_world_size"] == 1, "a build of November 2026 refuses 0"
+    assert operator.given["q"].shape == (6, 4, 16), "a build of November 2026 takes packed sequences alone"
+    assert operator.given["cu_seqlens_k"].tolist() == [0, 3, 6] and operator.given["max_seqlen_k"] == 3
     with pytest.raises(TypeError, match="no argument page"):
         flash_attention_3.forward(q, q, q, page=1)
 
