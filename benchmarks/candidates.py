@@ -21,13 +21,27 @@ from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
-from composattn.backends.hopper.backward_choice import BackwardFacts, backward_tiling
+from composattn.backends.hopper.backward_choice import FORMS as BACKWARD_FORMS
+from composattn.backends.hopper.backward_choice import (
+    BackwardClass,
+    BackwardFacts,
+    BackwardForm,
+    backward_class,
+    backward_tiling,
+    form_of,
+)
+from composattn.backends.hopper.backward_choice import serves as backward_serves
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
-from composattn.backends.hopper.backward_table import FORMS as BACKWARD_FORMS
-from composattn.backends.hopper.backward_table import BackwardClass, BackwardForm, backward_class, form_of
-from composattn.backends.hopper.backward_table import serves as backward_serves
-from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import FORMS, TABLE, ForwardFacts, ForwardForm, serves
+from composattn.backends.hopper.forward_choice import (
+    FORMS,
+    TABLE,
+    ForwardFacts,
+    ForwardForm,
+    forward_class,
+    forward_tiling,
+    serves,
+    tiling_of_form,
+)
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score

@@ -36,7 +36,7 @@ HEADS, KV_HEADS = 32, 8
 
 
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
-    """Fields of the tilings that `hopper/few_rows.py` chooses among."""
+    """Fields of the tilings that `hopper/forward_choice.py` chooses among."""
 
     def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
         scheduler = Scheduler.STREAM_K if shared else Scheduler.ONE_TILE

@@ -24,8 +24,8 @@ from benchmarks.shapes import SEEDS, Part, drawn
 from benchmarks.sweep import of_forms
 from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
-from composattn.backends.hopper import backward_table, forward_table
-from composattn.backends.hopper.backward_table import BackwardForm
+from composattn.backends.hopper import backward_choice, forward_choice
+from composattn.backends.hopper.backward_choice import BackwardForm
 from composattn.backends.hopper.backward_tiling import FILE as BACKWARDS
 from composattn.backends.hopper.tiling import FILE as FORWARDS
 
@@ -35,10 +35,10 @@ AGAIN = "h200-wide.json"  # forwards of other D than 64, 128, 192 and 256, since
 STEADY: dict[Direction, float] = {"forward": math.inf, "backward": 0.05}
 FILES: dict[Direction, Path] = {"forward": FORWARDS, "backward": BACKWARDS}
 TABLES: dict[Direction, dict[str, Table[Any]]] = {
-    "forward": {"forms": forward_table.TABLE},
-    "backward": {"tiles": backward_table.TILES, "blocks": backward_table.BLOCKS},
+    "forward": {"forms": forward_choice.TABLE},
+    "backward": {"tiles": backward_choice.TILES, "blocks": backward_choice.BLOCKS},
 }
-BACKWARD = {str(form): form for form in backward_table.FORMS}
+BACKWARD = {str(form): form for form in backward_choice.FORMS}
 EVIDENCE = ("why", "shapes", "gain")
 
 
@@ -65,7 +65,7 @@ def timed(direction: Direction, part: Part) -> list[Shape]:
     """
     took = _times(direction, f"h200-{direction}-{part}.json")
     took |= {name: times for name, times in _times(direction, AGAIN).items() if name in took}
-    known = {str(form) for form in (forward_table.FORMS if direction == "forward" else backward_table.FORMS)}
+    known = {str(form) for form in (forward_choice.FORMS if direction == "forward" else backward_choice.FORMS)}
     took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
     class_of = class_of_case if direction == "forward" else backward_class_of_case
     shapes = [Shape(case.name, class_of(case), took[case.name]) for case in drawn(direction, part) if case.name in took]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 from composattn.backends.blackwell import backward_choice
 from composattn.backends.blackwell.backward_choice import KINDS, TABLE, Kind
-from composattn.backends.fused.planning.call_class import BEYOND, CallClass, MaskKind
+from composattn.backends.fused.planning.call_class import BEYOND, CallClass, Facts, MaskKind
 from composattn.backends.fused.planning.tables import first
 from composattn.dispatch import plan_cache
 
@@ -22,7 +21,8 @@ def sharing(blocks: int) -> Iterator[list[CallClass]]:
     """Plans that are made meanwhile have so many blocks for a tile of keys, where there is a choice; who asked."""
     asked: list[CallClass] = []
 
-    def kind_of(call: CallClass, program: Any) -> Kind:
+    def kind_of(facts: Facts) -> Kind:
+        call = facts.call
         long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND, length=BEYOND)
         one, two = KINDS["one" if call.widest <= 128 else "wide"], first(TABLE, long, **NOTHING)
         if one is not two:

@@ -20,8 +20,13 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, tiling_of_form
-from composattn.backends.hopper.forward_table import ForwardFacts, ForwardForm
+from composattn.backends.hopper.forward_choice import (
+    ForwardFacts,
+    ForwardForm,
+    forward_class,
+    forward_tiling,
+    tiling_of_form,
+)
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.capture import Captured

@@ -17,8 +17,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_class, tiling_of_form
-from composattn.backends.hopper.forward_table import ForwardFacts, ForwardForm
+from composattn.backends.hopper.forward_choice import ForwardFacts, ForwardForm, forward_class, tiling_of_form
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
 from composattn.emulator.mode import EAGER, LATE, random_mode

@@ -14,11 +14,11 @@ from composattn.backends.fused.planning.call_class import BANDS, MaskKind, ModsK
 from composattn.backends.fused.planning.tables import Row, matches
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import backward_words
-from composattn.backends.hopper.backward_table import (
+from composattn.backends.hopper.backward_choice import (
     BLOCKS,
     TILES,
     BackwardClass,
+    backward_words,
     form_of,
     rows_of,
     serves,

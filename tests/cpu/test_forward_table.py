@@ -24,8 +24,7 @@ from composattn.backends.fused.planning.call_class import (
 from composattn.backends.fused.planning.tables import Pattern, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling, forward_words
-from composattn.backends.hopper.forward_table import TABLE, serves
+from composattn.backends.hopper.forward_choice import TABLE, forward_tiling, forward_words, serves
 from composattn.call.problem import Layout, Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

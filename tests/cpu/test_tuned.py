@@ -13,8 +13,7 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.compiling import disk_cache, tuned
 from composattn.backends.fused.compiling.tuned import Tuned
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import backward_tiling, backward_words
-from composattn.backends.hopper.backward_table import backward_class
+from composattn.backends.hopper.backward_choice import backward_class, backward_tiling, backward_words
 from composattn.backends.hopper.forward_choice import forward_class, forward_tiling, forward_words
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule

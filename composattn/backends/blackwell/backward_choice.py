@@ -9,16 +9,18 @@ always.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import CallClass, class_of
+from ...graph.expr import Dep
+from ...graph.gradient import derivative
+from ..fused.planning.call_class import Facts, Finders, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import fitting
-from ..fused.tiles.traits import reads_pairs, sees_score, sums_by
+from ..fused.tiles.traits import reads_pairs, sums_by
 from .backward_tiling import (
     BlackwellBackwardTiling,
     BlackwellPairBackwardTiling,
@@ -73,47 +75,52 @@ class Registers(NamedTuple):
 REGISTERS: Table[Registers] = table(FILE, "registers", lambda said: Registers(**said))
 
 
+class BlackwellBackwardFacts(Facts):
+    """What takes registers: gradients that are summed by some pattern, and others.
+
+    `curved`: the derivative sees the score, so P and dS are computed at once.
+    """
+
+    more: ClassVar[Finders] = {
+        "by_head": lambda f: sums_by(f.program, Sums.HEAD),
+        "by_row": lambda f: sums_by(f.program, Sums.ROW),
+        "by_column": lambda f: sums_by(f.program, Sums.COLUMN),
+        "by_pair": lambda f: sums_by(f.program, Sums.PAIR),
+        "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
+        "scored": lambda f: f.program.score is not None,
+        "reads": lambda f: reads_pairs(f.program.score),
+        "curved": lambda f: f.scored and bool(derivative(f.program.score).deps & Dep.SCORE),
+    }
+
+
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel: they fill shared and tensor memory."""
-    call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
-    kind = kind_of(call, program)
-    kernel, d = kind.tiling.kernel, kind.padded(call.d)
-    registers = first(REGISTERS, call, kernel=kernel, **_facts(call, program))
+    facts = _facts(problem, program, target, deterministic)
+    kind = kind_of(facts)
+    kernel, d = kind.tiling.kernel, kind.padded(facts.d)
+    registers = first(REGISTERS, facts, kernel=kernel)
     fixed: dict[str, Any] = {
-        "kernel": kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(call.dv), "l2": L2,
+        "kernel": kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(facts.dv), "l2": L2,
         "roles": BackwardRoles(registers.compute, registers.dq, registers.other), "in_halves": registers.in_halves,
         "dq_at_once": min(registers.columns, d // kind.tiling.sharing),
-        "distances": distances_of(kind.scores) * sums_by(program, Sums.DISTANCE),
+        "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * facts.by_distance,
         "heads_together": problem.schedule.heads_together,
     }  # fmt: skip
-    names, *tries = first(STAGES, call, kernel=kernel)
+    names, *tries = first(STAGES, facts, kernel=kernel)
     return fitting((kind.tiling(**fixed, **dict(zip(names, numbers, strict=True))) for numbers in tries), target)
 
 
 def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
     """The class of a call, and that nobody measured what it gets, for people to read."""
+    facts = _facts(problem, program, target, deterministic)
+    return f"{facts.call}\n    {kind_of(facts).tiling.kernel}; not measured: no device has timed it"
+
+
+def _facts(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardFacts:
     call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
-    return f"{call}\n    {kind_of(call, program).tiling.kernel}; not measured: no device has timed it"
+    return BlackwellBackwardFacts(problem, program, target, call)
 
 
-def kind_of(call: CallClass, program: Program) -> Kind:
+def kind_of(facts: Facts) -> Kind:
     """The kernel of one block for a tile of keys, or of two."""
-    return first(TABLE, call, **_facts(call, program))
-
-
-def _facts(call: CallClass, program: Program) -> dict[str, bool]:
-    """What takes registers: gradients that are summed by some pattern, and others.
-
-    `curved`: the derivative sees the score, so P and dS are computed at once.
-    """
-    return {f"by_{pattern.name.lower()}": sums_by(program, pattern) for pattern in Sums} | {
-        "scored": program.score is not None,
-        "reads": reads_pairs(program.score),
-        "curved": sees_score(program),
-        "fixed": call.order == "fixed",
-    }
-
-
-def distances_of(count: int) -> int:
-    """Numbers through which sums by distance pass, of a thread's `count` scores."""
-    return GROUPS * WARPGROUP * (count // RUN) * (count + 32)
+    return first(TABLE, facts)

@@ -72,16 +72,12 @@ class BlackwellBackwardTiling(RowBackwardTiling):
         return found
 
     def shared_memory(self, element_bytes: int) -> int:
-        small = BARRIERS + 4 * 2 * self.tile_m * self.row_stages
-        return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + self.sums_memory
+        small, sums = BARRIERS + 4 * 2 * self.tile_m * self.row_stages, 4 * (self.dq_room + self.distances)
+        return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + sums
 
     def fits(self, target: Target) -> bool:
         """Whether it has room, and a thread's columns of dQ leave in whole parts."""
         return self.d // self.sharing % self.dq_part == 0 and super().fits(target)
-
-    @property
-    def sums_memory(self) -> int:
-        return 4 * (self.dq_room + self.distances)
 
     @property
     def dq_room(self) -> int:

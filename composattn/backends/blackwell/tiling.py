@@ -12,7 +12,7 @@ import torch
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
-from ..fused.planning.call_class import Facts, class_of
+from ..fused.planning.call_class import Facts, Finders, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
@@ -85,20 +85,13 @@ class BlackwellTiling(RowForwardTiling):
 
 
 class BlackwellFacts(Facts):
-    """Facts of a forward that its tables ask for besides its class."""
+    """Facts of a forward that its tables ask for besides its class; `doubled`: an SM has twice as many exponentials."""
 
-    @property
-    def pairs(self) -> bool:
-        return reads_pairs(self.program.score)
-
-    @property
-    def width(self) -> int:
-        return self.d + self.dv  # type: ignore[no-any-return]
-
-    @property
-    def doubled(self) -> bool:
-        """Whether an SM has twice as many exponentials."""
-        return self.target.exp2_per_clock > 16
+    more: ClassVar[Finders] = {
+        "pairs": lambda f: reads_pairs(f.program.score),
+        "width": lambda f: f.d + f.dv,
+        "doubled": lambda f: f.target.exp2_per_clock > 16,
+    }
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> BlackwellTiling:

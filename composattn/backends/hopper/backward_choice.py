@@ -1,25 +1,82 @@
-"""Which tiling the Hopper backward of a call has: by its class two rows, by these a form, by both its fields."""
+"""Which tiling the Hopper backward of a call has: by its class two rows, by these a form, by both its fields.
+
+Tables are those of `backward.json`, with what was measured. `TILES` says what a tile is, `BLOCKS` whether a block stays
+for several; other tables say the fields of a tiling, by name. To change a row: `python -m benchmarks.sweep`, see
+docs/design.md. Figures in "why" are of one H200.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.compiling import tuned
-from ..fused.planning.call_class import Facts
-from ..fused.planning.tables import Table, all_of, first, table
+from ..fused.planning.call_class import CallClass, Facts, Finders, class_of
+from ..fused.planning.tables import Row, Table, all_of, file_of, first, row_of, table
 from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import fitting
 from ..fused.tiles.traits import sums_by
-from .backward_heads import heads_of
-from .backward_table import FORMS, KEYS, BackwardForm, backward_class, form_of, rows_of, serves
 from .backward_tiling import FILE, ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 
+KEYS = 128  # of a tile
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
+AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
+IN_ORDER_AT_A_DOCUMENT = 16  # query heads, in a fixed order: fewer tiles of one head wait for each other
+Blocks = Literal["a block a tile", "blocks stay", "a block a tile, clears"]  # dQ, beside its first query tiles
+HeadsOf = tuple[int, int | None]  # query heads of a piece, 0: all; key/value heads together, None: as L2 holds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardClass(CallClass):
+    """Backward calls that are cut alike.
+
+    `group`: query heads of a key/value head. `ratio`: so many times as many queries as keys, of dense calls.
+    `pairs`: a tensor is read at each pair, or a test computes as much, of no wider V than K. `largest`: queries of the
+    largest tile for which registers are left, found by compiling; above D 128, where tiles have 64, keys.
+    """
+
+    group: int
+    ratio: int
+    pairs: bool
+    largest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What of a call is one piece of work, see `KINDS`.
+
+    keys apart: 64 keys a warpgroup, of 128, and so many `queries`. shared keys: two warpgroups have 64 keys, one dV and
+    one dK. exchange: two blocks have 64 keys each, and exchange dS. halves: two blocks share the columns of 64 keys.
+
+    `dq`: leaves from registers, through shared memory "in bulk" (as in a fixed order always), or there by a "claim".
+    """
+
+    name: str
+    kind: Literal["keys apart", "shared keys", "exchange", "halves"]
+    queries: int = 64
+    dq: Literal["registers", "in bulk", "claim"] = "registers"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class BackwardForm(NamedTuple):
+    """How a call is cut."""
+
+    tile: Tile
+    blocks: Blocks
+
+    def __str__(self) -> str:
+        return f"{self.tile}, {self.blocks}"
+
+
 # by kind: the tiling, fields of it, and of what columns are whole multiples
 KINDS: dict[str, tuple[type[HopperBackwardTiling], dict[str, Any], int]] = {
     "keys apart": (HopperBackwardTiling, {"tile_n": KEYS}, 32),
@@ -27,6 +84,13 @@ KINDS: dict[str, tuple[type[HopperBackwardTiling], dict[str, Any], int]] = {
     "exchange": (ExchangeBackwardTiling, {"tile_n": 2 * ROWS}, 32),
     "halves": (HopperPairBackwardTiling, {"tile_n": ROWS}, 64),
 }
+NAMED = {name: Tile(name, **said) for name, said in file_of(FILE)["values"]["tiles"].items()}
+TILES: Table[Tile] = table(FILE, "tiles", NAMED.__getitem__)
+BLOCKS: Table[Blocks] = table(FILE, "blocks")
+# what a call must be, that a tile can be its: none of the tables' rules that only speed decides
+SERVES: Table[Tile] = table(FILE, "serves", NAMED.__getitem__)
+FORMS = tuple(itertools.starmap(BackwardForm, itertools.product((row.says for row in SERVES), get_args(Blocks))))
+OF_CLASS: dict[str, Table[Any]] = {name: table(FILE, name) for name in ("pairs", "largest")}
 # fields by call and form; and of fields that take room those to try, of which the first is taken that fits
 FIELDS: dict[str, Table[Any]] = {
     name: table(FILE, name) for name in ("dq_leaves", "early", "tries_first", "l2", "distances", "written", "dq_begins")
@@ -35,24 +99,50 @@ STAYS: Table[list[dict[str, Any]]] = table(FILE, "stays")
 # registers that are taken beside the products: of all rows that match; and by mods, of the first one
 TAKEN: Table[int] = table(FILE, "taken")
 BY_MODS: Table[int] = table(FILE, "by_mods")
+HEADS: Table[list[Any]] = table(FILE, "heads")  # a rule, and its numbers
+AT_LAST: Table[Any] = table(FILE, "at_last")  # heads of a fixed order's last section, see `BackwardTiling`
 
 
 class BackwardFacts(Facts):
-    """Facts of a backward, from which tilings follow."""
+    """Facts of a backward, from which tilings follow.
 
-    @property
-    def by_distance(self) -> bool:
-        return sums_by(self.program, Sums.DISTANCE)
+    `seen_by_all`: some tile of keys visits each query tile. `group_bytes`: what the queries of a key/value head read
+    and add to.
+    """
 
-    @property
-    def seen_by_all(self) -> bool:
-        """Whether some tile of keys visits each query tile."""
-        return all_are_seen(self.problem, self.program)
+    more: ClassVar[Finders] = {
+        "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
+        "seen_by_all": lambda f: all_are_seen(f.problem, f.program),
+        "group_bytes": lambda f: f.problem.group * f.problem.q_len * (2 * (f.d + f.dv) + 4 * f.d),
+    }
 
-    @property
-    def group_bytes(self) -> int:
-        """Bytes that the queries of a key/value head read and add to."""
-        return self.problem.group * self.problem.q_len * (2 * (self.d + self.dv) + 4 * self.d)
+
+def backward_class(problem: Problem, program: Program, target: Target, deterministic: bool) -> BackwardClass:
+    """The class of a backward whose dQ is summed in any order, or in a fixed one."""
+    call = class_of(problem, program, target, "backward", rows=KEYS, deterministic=deterministic)
+    return BackwardClass(
+        **vars(call),
+        group=problem.group,
+        ratio=problem.q_len // max(1, problem.kv_len) if problem.layout.is_dense else 1,
+        pairs=call.d >= call.dv and first(OF_CLASS["pairs"], call),
+        largest=first(OF_CLASS["largest"], call),
+    )
+
+
+def rows_of(call: BackwardClass) -> tuple[Row[Tile], Row[Blocks]]:
+    """The first of each table that a call's class is in."""
+    return row_of(TILES, call), row_of(BLOCKS, call)
+
+
+def form_of(call: BackwardClass) -> BackwardForm:
+    """What these rows say."""
+    tile, blocks = rows_of(call)
+    return BackwardForm(tile.says, blocks.says)
+
+
+def serves(form: BackwardForm, call: BackwardClass) -> bool:
+    """Whether a form can cut calls of a class."""
+    return form.tile in set(all_of(SERVES, call, blocks=form.blocks))
 
 
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
@@ -71,7 +161,7 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
     return f"{call}\n    tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
 
 
-def tiling_of_form(form: BackwardForm, facts: BackwardFacts) -> HopperBackwardTiling:
+def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
     """A call's tiling by one of the forms."""
     tile, target = form.tile, facts.target
     kind, fixed, step = KINDS[tile.kind]
@@ -89,7 +179,7 @@ def tiling_of_form(form: BackwardForm, facts: BackwardFacts) -> HopperBackwardTi
     return _holding(facts, cut, tiling) if tile.kind == "keys apart" else tiling
 
 
-def _holding(facts: BackwardFacts, cut: dict[str, Any], tiling: HopperBackwardTiling) -> HopperBackwardTiling:
+def _holding(facts: Facts, cut: dict[str, Any], tiling: HopperBackwardTiling) -> HopperBackwardTiling:
     """With as many columns of K and V in registers as there are any left: found by compiling, so that no more spill.
 
     dK and dV of 64 keys take (d + dv) / 2 a thread, Sᵀ and dPᵀ tile_m / 2 each. With too few ptxas has one product wait
@@ -101,3 +191,69 @@ def _holding(facts: BackwardFacts, cut: dict[str, Any], tiling: HopperBackwardTi
     # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
     most = tiling.dv + tiling.d * (tiling.tile_m == ROWS)
     return dataclasses.replace(tiling, resident=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
+
+
+# Which heads run together, and of how many query heads a block sums: what meets in L2. Where tiles of keys differ in
+# length, blocks drift apart, at the end over all heads of their group: more queries than L2 holds. Cut in pieces of
+# some heads they stay near each other, and even out where they are few
+
+
+def _documents(facts: Facts, heads: int, at_once: int, by: str = "pieces") -> HeadsOf:
+    """Splits of a group's tiles, so many `heads` each, fewer where key/value heads are few; 0: all heads.
+
+    So many pieces, or heads of a group, run `at_once`.
+    """
+    group = facts.problem.group
+    pieces = max(-(-group // (heads or group)), -(-AT_A_DOCUMENT // facts.problem.kv_heads))
+    pieces = max(1, min(pieces, group // 2))
+    return -(-group // pieces), max(1, at_once // {"pieces": pieces, "group": group}[by])
+
+
+def _many(facts: Facts, together: int | None = None) -> HeadsOf:
+    """Pieces of four heads, three, or half of them. Sections are of two rounds of blocks, of a power of two of heads.
+
+    `together`: so many instead, of packed sequences, which have other rows at each call; their tiles lie together.
+    """
+    group, sms, tiles = facts.problem.group, facts.target.sms, _tiles(facts)
+    pieces = -(-group // next((n for n in (4, 3) if group % n == 0), 2))
+    if tiles * facts.problem.kv_heads * (1 if together else facts.problem.batch) * pieces < 1.9 * sms:
+        pieces = group // 2
+    return -(-group // pieces), together or _power_of_two(2 * sms / (tiles * pieces))
+
+
+def _tiles(facts: Facts, keys: int = KEYS) -> int:
+    """Tiles of keys of a head; of packed sequences those of all."""
+    return max(1, -(-facts.problem.kv_len // keys))
+
+
+def _power_of_two(number: float) -> int:
+    """The next one: each number of heads is another kernel."""
+    return 1 << max(0, round(math.log2(number)))
+
+
+# "one round": key/value heads that fill the SMs once
+RULES: dict[str, Callable[..., HeadsOf]] = {
+    "so many": lambda facts, together: (0, together),
+    "one round": lambda facts: (0, max(1, round(facts.target.sms / _tiles(facts)))),
+    "whole": lambda facts: (
+        0,
+        IN_ORDER_AT_A_DOCUMENT * 128 // max(64, facts.problem.head_dim, facts.problem.head_dim_v),
+    ),
+    "documents": _documents,
+    "many": _many,
+}
+
+
+def heads_of(facts: Facts, keys: int, at_once: int) -> dict[str, int | None]:
+    """How many query heads a split of a tile of keys has, how many key/value heads run together, and at last.
+
+    `at_once`: tiles of so many `keys` that run at once.
+    """
+    problem, tiles = facts.problem, _tiles(facts, keys)
+    rule, *numbers = first(HEADS, facts)
+    a_piece, together = RULES[rule](facts, *numbers)
+    fields = {"heads_a_piece": a_piece, "heads_together": problem.schedule.heads_together or together}
+    at_last = first(AT_LAST, facts, rounds=problem.batch * problem.kv_heads * tiles / at_once)
+    if at_last == "a round":  # it fills the SMs, or its longest tiles end alone: 1.05
+        fields["heads_together"], at_last = 1, _power_of_two(at_once / tiles)
+    return {**fields, "heads_at_last": at_last}

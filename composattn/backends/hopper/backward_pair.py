@@ -62,7 +62,8 @@ class HopperPairBlock(HopperBackwardBlock):
 
     def __init__(self, tiling: HopperPairBackwardTiling, layouts, dtype, deterministic, counter):
         super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
-        size, parts = tiling.exchanged, tiling.warpgroups
+        # parts of a score product, which a block has of the other
+        size, parts = tiling.tile_m * tiling.tile_n, tiling.warpgroups
         room = SmemAllocator().allocate_array(Float32, parts * size, byte_alignment=128)
         self.exchanged = [cute.make_tensor(room + n * size, cute.make_layout(size)) for n in range(parts)]
 

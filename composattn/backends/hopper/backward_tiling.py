@@ -36,6 +36,7 @@ class HopperBackwardTiling(BackwardTiling):
     warpgroups: ClassVar[int] = 2
     q_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
+    dk_parts: ClassVar[int] = 1  # blocks that have columns of dK and dV side by side
 
     do_stages: int = 2
     dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
@@ -149,11 +150,6 @@ class HopperBackwardTiling(BackwardTiling):
         return self.tile_m * self.d
 
     @property
-    def dk_parts(self) -> int:
-        """Blocks that have columns of dK and dV side by side."""
-        return 1
-
-    @property
     def statistic_stride(self) -> int:
         """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
         return -(-self.tile_m // 32) * 32
@@ -191,22 +187,14 @@ class HopperPairBackwardTiling(HopperBackwardTiling):
 
     kernel: str = "backward_pair"
     sharing: ClassVar[int] = 2
+    dk_parts: ClassVar[int] = 2
 
     @property
     def of_block(self) -> HopperBackwardTiling:
         return HopperBackwardTiling(**vars(self) | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
 
-    @property
-    def dk_parts(self) -> int:
-        return self.sharing
-
-    @property
-    def exchanged(self) -> int:
-        """Numbers in shared memory, through which a block has the other's part of a score product."""
-        return self.tile_m * self.tile_n
-
     def shared_memory(self, element_bytes: int) -> int:
-        return self.of_block.shared_memory(element_bytes) + 4 * self.warpgroups * self.exchanged
+        return self.of_block.shared_memory(element_bytes) + 4 * self.warpgroups * self.tile_m * self.tile_n
 
     def describe(self) -> dict[str, str]:
         d, dv = self.of_block.d, self.of_block.dv

@@ -1,34 +1,178 @@
-"""Which tiling the Hopper forward of a call has: by its class a row of the table, a form, by both its fields."""
+"""Which tiling the Hopper forward of a call has: by its class a row of the table, a form, by both its fields.
+
+Tables are those of `forward.json`, with what was measured. To change a row: `python -m benchmarks.sweep`, see
+docs/design.md. Figures in "why" are of one H200, in turns.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
 
 from ...analysis.program import Program
 from ...call.eight_bits import EIGHT_BITS
 from ...call.problem import Problem
+from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.compiling import tuned
-from ..fused.planning.call_class import CallClass, Rounds, class_of
-from ..fused.planning.tables import Table, first, row_of, table
-from ..fused.tiles.few_queries import packed_heads, sharing_heads
+from ..fused.planning.call_class import CallClass, Facts, Finders, Rounds, class_of
+from ..fused.planning.tables import Table, all_of, first, row_of, table
+from ..fused.tiles.few_queries import packed_heads, sharing_heads, time_of
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import fitting, key_tiles, query_tiles, whole_pages
-from ..fused.tiles.traits import reads_pairs
-from .few_rows import few_rows
-from .forward_table import BLOCKS, FORMS, TABLE, Block, ForwardFacts, ForwardForm, serves
+from ..fused.tiles.tiling import fitting, key_tiles, query_tiles, slots, whole_pages
+from ..fused.tiles.traits import (
+    bytes_at_pairs,
+    has_opaque_test,
+    keys,
+    queries,
+    reads_along_keys,
+    reads_any,
+    reads_pairs,
+    weighs_keys,
+)
+from .byte_tiling import ByteTiling
 from .fp8_choice import fp8_tiling, fp8_words
-from .tiling import FILE, ROWS, HopperTiling, RowSteps
-from .wide_tiling import WideTiling, wide_tiling
+from .tiling import FILE, GUESSING, ROWS, HopperTiling, RowSteps, registers_for
+from .wide_tiling import GROUPS, REST, SLICE, STAGE, WideByteTiling, WideTiling
 
+NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
+# Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
+# of 4k and more lose 2 %
+BYTES_ON_THE_WAY = 128 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardForm:
+    """How a call is cut.
+
+    few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or
+    three blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
+    V. wide: D above 256.
+
+    `guesses`: rows take the maximum before a tile for the tile's own. `stays`: blocks draw one tile after the other.
+    """
+
+    kind: Literal["few", "small", "alone", "large", "wide"]
+    guesses: bool = False
+    stays: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return GUESSING if self.guesses else "forward"
+
+    def __str__(self) -> str:
+        return self.kind + ", guesses" * self.guesses + ", stays" * self.stays
+
+    @staticmethod
+    def named(words: str) -> ForwardForm:
+        kind, *flags = words.split(", ")
+        fields: dict[str, Any] = {"kind": kind, **dict.fromkeys(flags, True)}
+        return ForwardForm(**fields)
+
+
+class Block(NamedTuple):
+    """`warpgroups` that share a block; an SM has so many `blocks`, a tile up to so many `keys`.
+
+    `stays`: whether blocks stay whatever the form says.
+    """
+
+    warpgroups: int
+    blocks: int = 1
+    keys: int = 128
+    stays: bool = False
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """How tiles come to blocks that stay: large ones draw them, as tiles that a mask cuts differ.
+
+        103 calls of D 72 to 224 take 0.99 of the time of a fixed stride; six masked ones of D 144 to 224 from 1k on,
+        which had one tile a block, take 0.95 of that (sweeps/h200-wide.json).
+        """
+        return Scheduler.LATE if self.warpgroups > 1 else Scheduler.STRIDE
+
+
+class Cut(NamedTuple):
+    """How few rows are cut: so many `keys` a tile, `blocks` on an SM, `stages`; of 0 what `BYTES_ON_THE_WAY` says."""
+
+    keys: int
+    blocks: int = 1
+    stages: int = 8
+    shared: bool = False  # all keys, alike
+    resident: bool = False  # all of Q waits in registers
+    in_fp16: bool = False  # so is bf16 multiplied beside 8-bit keys, see `scaled_queries`
+
+
+TABLE: Table[ForwardForm] = table(FILE, "forms", ForwardForm.named)
+SERVES: Table[ForwardForm] = table(FILE, "serves", ForwardForm.named)  # what a form can cut, no matter of speed
+FORMS = tuple(dict.fromkeys(row.says for row in TABLE if row.says.kind not in ("wide", "few")))  # those that compete
 PACKS: Table[float] = table(FILE, "packs")  # heads share tiles if these are at most so many of those they have
+TOGETHER: Table[int | None] = table(FILE, "together")  # key/value heads; None: as L2 holds
+THRESHOLDS: Table[RescaleThreshold] = table(FILE, "thresholds", lambda said: RescaleThreshold(**said))
+IN_ORDER: Table[int] = table(FILE, "invariant")  # keys of a batch-invariant tile; 0: of other calls
+# of few rows, and of D above 256
+CUTS: Table[list[Cut]] = table(FILE, "few", lambda said: [Cut(**cut) for cut in said])
+EQUAL_SHARES: Table[bool] = table(FILE, "equal_shares", bool)
+WIDE_KEYS: Table[int] = table(FILE, "wide_keys")
+# of all others
+BLOCKS: Table[Block] = table(FILE, "blocks", lambda said: Block(**said))
 STAYS: Table[bool] = table(FILE, "stays")  # whether blocks are persistent
+TAKEN: Table[int] = table(FILE, "taken")  # columns of registers beside scores and output, of all rows that match
 MOST_KEYS: Table[int] = table(FILE, "most_keys")  # of a tile, beside what mods read
 STAGES: Table[int] = table(FILE, "stages")
 RESIDENT: Table[int] = table(FILE, "resident")  # columns of Q in registers
 STEPS: Table[RowSteps] = table(FILE, "steps", lambda said: RowSteps(**said))  # what rows do from tile to tile
 SHARES: Table[bool] = table(FILE, "shares")  # whether blocks share the last rounds of equal tiles
+
+
+class ForwardFacts(Facts):
+    """Facts of a forward that its tables ask for besides its class, and what tilings of all forms ask.
+
+    `heads`: query heads that share the rows of a tile. `head_bytes`: of a head's keys and values. `of_bytes`: K and V
+    come as 8-bit numbers. `at_pairs`: bytes that are read at each pair. `narrow`: constants say that rows see few keys.
+    `keys_in_order`: keys of a batch-invariant tile, of which D and the mods decide; 0 for other calls.
+    `fills_registers`: something waits there along the keys.
+    """
+
+    more: ClassVar[Finders] = {
+        "heads": lambda f: sharing_heads(f.problem, f.program, ROWS) if f.packs else 1,
+        "keys": lambda f: keys(f.problem),
+        "head_bytes": lambda f: 2 * f.keys * sum(f.dims),
+        "of_bytes": lambda f: f.problem.narrow is not None,
+        "scored": lambda f: f.program.score is not None,
+        "at_pairs": lambda f: bytes_at_pairs(f.program.score),
+        "mask_reads": lambda f: reads_any(f.program.mask),
+        "opaque": lambda f: has_opaque_test(f.program),
+        "narrow": lambda f: getattr(f.program.limits, "most", None) is not None and f.program.limits.most <= NARROW,
+        "keys_in_order": lambda f: first(IN_ORDER, f),
+        "fills_registers": lambda f: reads_along_keys(f.program.score) or weighs_keys(f.program) or f.keys_in_order > 0,
+    }
+
+    def keys_by_registers(self, registers: int) -> int:
+        """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
+        return (registers - sum(all_of(TAKEN, self)) - self.call.dv // 2) * 4 // 3 // 16 * 16
+
+    def registers(self, block: Block) -> int:
+        """Registers of a thread that computes."""
+        return registers_for(block.warpgroups, block.blocks, self.call.layout == "paged", self.of_bytes).computing
+
+    def tiling(self, kernel: str, **fields: Any) -> HopperTiling:
+        """A tiling; of bytes with a stage of each, which is all that a block of many queries needs."""
+        alike = self.alike(kernel)
+        return ByteTiling(**{"byte_stages": 1, **alike, **fields}) if self.of_bytes else HopperTiling(**alike, **fields)
+
+    def alike(self, kernel: str) -> dict[str, Any]:
+        """Fields that are said in one way for all forms; heads together: as asked for, or a table says."""
+        return {
+            "kernel": kernel,
+            "d": self.call.d,
+            "dv": self.call.dv,
+            "packed_heads": self.heads,
+            "heads_together": self.problem.schedule.heads_together or first(TOGETHER, self),
+            "threshold": first(THRESHOLDS, self, kernel=kernel),
+        }
 
 
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
@@ -61,6 +205,11 @@ def _fewer_tiles(problem: Problem, program: Program, heads: int, call: CallClass
     return query_tiles(problem, heads, rows) <= most * query_tiles(problem, 1, rows)
 
 
+def serves(form: ForwardForm, call: CallClass) -> bool:
+    """Whether a form can cut calls of a class."""
+    return dataclasses.replace(form, stays=False) in set(all_of(SERVES, call))
+
+
 def forward_words(problem: Problem, program: Program, target: Target) -> str:
     """The class of a call, the form it gets, and what says so, for people to read."""
     if problem.types.q in EIGHT_BITS:
@@ -74,8 +223,8 @@ def forward_words(problem: Problem, program: Program, target: Target) -> str:
 def tiling_of_form(form: ForwardForm, facts: ForwardFacts) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
     if form.kind == "wide":
-        return wide_tiling(facts)
-    return few_rows(facts) if form.kind == "few" else _tiling_of(form, facts)
+        return _wide(facts)
+    return _few_rows(facts) if form.kind == "few" else _tiling_of(form, facts)
 
 
 def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
@@ -126,3 +275,66 @@ def _shares(facts: ForwardFacts, tiling: HopperTiling) -> bool:
         idle=-tiles % sms / sms * facts.keys / tiling.tile_n,  # tiles of keys for which all SMs could be busy
         products=2 * sms**2 * key_tiles(facts.problem, tiling.tile_n),  # in 32 bits, by `Shares`
     )  # fmt: skip
+
+
+def _few_rows(facts: ForwardFacts) -> HopperTiling:
+    """One warpgroup, and as many bytes of K and V on their way as memory needs to be busy: it is the limit.
+
+    Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
+    """
+    tilings = (_of_few_rows(facts, cut) for cut in first(CUTS, facts) if _shares_alike(facts, cut))
+    return min(tilings, key=lambda tiling: time_of(facts.problem, tiling, facts.target).least())
+
+
+def _shares_alike(facts: ForwardFacts, cut: Cut) -> bool:
+    """Whether blocks may share all keys alike: tiles are equal, of three portions at most, and places are idle."""
+    problem, sms = facts.problem, facts.target.sms
+    tiles = problem.q_heads // facts.heads * problem.batch
+    return first(
+        EQUAL_SHARES, facts, shared=cut.shared, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
+        products=(tiles * key_tiles(problem, cut.keys) + 1) * sms,  # in 32 bits, by `EqualShares`
+    )  # fmt: skip
+
+
+def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
+    """With as many stages as shared memory holds."""
+    (d, dv), problem = facts.call.dims, facts.problem
+    persistent = bool(problem.schedule.persistent)
+    room = facts.target.shared_memory // cut.blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
+    stage = 2 * cut.keys * (d + dv)
+    most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
+    if facts.of_bytes:  # two stages that are multiplied; what is on its way are bytes
+        most, of_bytes["byte_stages"] = 2, min(most, (room - 2 * stage) // (cut.keys * (d + dv)))
+        of_bytes["scales_queries"] = cut.in_fp16 and problem.types.q is torch.bfloat16
+    # of packed sequences tensors say how many rows there are
+    eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
+    return facts.tiling(
+        "forward",
+        tile_m=ROWS,
+        tile_n=cut.keys,
+        blocks=cut.blocks,
+        scheduler=Scheduler.STREAM_K if cut.shared else Scheduler.asked(persistent),
+        stages=min(most, room // stage),
+        eight_rows=eight,
+        resident=d * cut.resident,
+        **of_bytes,
+    )
+
+
+def _wide(facts: ForwardFacts) -> WideTiling:
+    """Stages for which there is room; of bytes five of eight parts of the room for what is multiplied."""
+    d, dv = (-(-n // SLICE) * SLICE for n in facts.call.dims)
+    tile_n = first(WIDE_KEYS, facts)
+    room = (facts.target.shared_memory - REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
+    kind: Any = WideTiling
+    rings = {"stages": room // (2 * STAGE)}
+    if facts.of_bytes:
+        kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
+        rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
+    return kind(  # type: ignore[no-any-return]
+        **facts.alike("forward_wide") | {"d": d, "dv": dv},
+        tile_m=ROWS,
+        tile_n=tile_n,
+        scheduler=Scheduler.asked(facts.persistent),
+        **rings,
+    )

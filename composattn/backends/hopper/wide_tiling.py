@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..fused.planning.tables import Table, first, table
-from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.tiling import ForwardTiling
 from .byte_tiling import CONVERTERS, OF_BYTES
-from .forward_table import ForwardFacts
-from .tiling import FILE, L2, ROWS, Registers, registers_for
+from .tiling import L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
 STAGE = 64 * SLICE  # numbers that a stage has room for: 64 keys of K, or 16 of V in 256 columns
+REST = 4 * ROWS * GROUPS + 1024  # bytes: a number of each row and warpgroup, barriers, alignment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class WideTiling(ForwardTiling):
 
     def shared_memory(self, element_bytes: int) -> int:
         tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n) + GROUPS * self.stages * STAGE
-        return element_bytes * tiles + _REST
+        return element_bytes * tiles + REST
 
     def describe(self) -> dict[str, str]:
         (keys, columns), (values, halves) = self.key_box, self.value_box
@@ -84,28 +82,3 @@ class WideByteTiling(WideTiling):
         said = super().describe()
         bytes_of = f"{GROUPS * CONVERTERS} warps make 16 bits of bytes, {self.byte_stages} slices each warpgroup; "
         return {**said, "roles": bytes_of + said["roles"]}
-
-
-_REST = 4 * ROWS * GROUPS + 1024  # a number of each row and warpgroup, barriers, alignment
-
-
-KEYS: Table[int] = table(FILE, "wide_keys")  # of a tile
-
-
-def wide_tiling(facts: ForwardFacts) -> WideTiling:
-    """Stages for which there is room; of bytes five of eight parts of the room for what is multiplied."""
-    d, dv = (-(-n // SLICE) * SLICE for n in facts.call.dims)
-    tile_n = first(KEYS, facts)
-    room = (facts.target.shared_memory - _REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
-    kind: Any = WideTiling
-    rings = {"stages": room // (2 * STAGE)}
-    if facts.of_bytes:
-        kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
-        rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
-    return kind(  # type: ignore[no-any-return]
-        **facts.alike("forward_wide") | {"d": d, "dv": dv},
-        tile_m=ROWS,
-        tile_n=tile_n,
-        scheduler=Scheduler.asked(facts.persistent),
-        **rings,
-    )

@@ -9,33 +9,36 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
+from ....analysis.captured_gradient import Pattern
 from ....analysis.program import Program
 from ....call.problem import Problem
+from ....graph.gradient import derivative
 from ....graph.multiples import is_of_score
 from ..tiles.coverage import (
     end_together,
     has_documents_apart,
     has_segments_apart,
-    has_whole_documents,
     keys_of_a_query,
     queries_of_a_key,
 )
 from ..tiles.target import Target
 from ..tiles.tiling import key_tiles, query_tiles, slots
 from ..tiles.traits import (
+    OF_HEADS,
     bounds_queries,
     has_costly_test,
     has_opaque_test,
-    is_line,
+    has_plain_part,
     keys,
     padded,
     queries,
+    reads_along_keys,
     reads_any,
     reads_pairs,
-    sums_any,
+    sums_by,
     weighs_keys,
 )
 from ..tiles.work import captured_decide
@@ -44,6 +47,7 @@ Direction = Literal["forward", "backward"]
 Order = Literal["any", "fixed", "batch-invariant"]  # of sums: "fixed" is a deterministic gradient's
 Kind = TypeVar("Kind")
 LayoutKind = Literal["dense", "packed", "paged", "mixed"]
+Finders = Mapping[str, Callable[[Any], Any]]  # how each fact of a call is found
 
 # Rows see, and sequences have, up to so many keys; ways to cut calls cross at some of them. A tile of 128 queries of a
 # causal call visits 64 keys more than half of them in the mean: one of 1k is in the class up to 576, 2k in that up to
@@ -160,7 +164,7 @@ def class_of(
         d=padded(problem.head_dim),
         dv=padded(problem.head_dim_v),
         sectors=problem.head_dim * types.k.itemsize % 32 == problem.head_dim_v * types.v.itemsize % 32 == 0,
-        mods=mods_of(program),
+        mods=_first(MODS, program),
         packs=heads > 1,
         **{"forward": _of_forward, "backward": _of_backward}[direction](problem, program, target, rows, heads),
     )
@@ -169,9 +173,9 @@ def class_of(
 def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> dict[str, Any]:
     few, tiles = queries(problem) * slots(heads) <= rows, query_tiles(problem, heads, rows) * problem.batch
     return {
-        "mask": mask_of(problem, program),
+        "mask": _first(MASKS, problem, program),
         "work": Rounds.FEW_ROWS if few else _rounds(tiles, target),
-        "seen": band(keys(problem) if few else keys_of_a_query(problem, program)),
+        "seen": band(keys(problem) if few else keys_of_a_query(problem, program.intervals)),
         "length": band(keys(problem)),
         "fills": _pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
         "thirds": 1.5 * query_tiles(problem, heads, 192) / max(1, query_tiles(problem, heads, 128)),
@@ -195,53 +199,44 @@ def band(count: float) -> int:
     return BANDS[bisect.bisect_left(BANDS, count)]
 
 
-def mods_of(program: Program) -> ModsKind:
-    return _first(MODS, program)
-
-
-def mask_of(problem: Problem, program: Program) -> MaskKind:
-    return _first(MASKS, problem, program)
-
-
-def _first(kinds: tuple[tuple[Kind, Callable[..., bool]], ...], *call: Any) -> Kind:
-    """The first that a call is of."""
-    return next(kind for kind, is_so in kinds if is_so(*call))
+def _first(kinds: Mapping[Kind, Callable[..., bool]], *call: Any) -> Kind:
+    return next(kind for kind, is_so in kinds.items() if is_so(*call))
 
 
 # the first that is true of a call
-MODS: tuple[tuple[ModsKind, Callable[[Program], bool]], ...] = (
-    (ModsKind.WEIGHED, weighs_keys),
-    (ModsKind.DROPOUT, lambda program: program.keep is not None),
-    (ModsKind.LEARNED_PAIRS, lambda program: sums_any(program) and reads_pairs(program.score)),
-    (ModsKind.LEARNED, sums_any),
-    (ModsKind.PLAIN, lambda program: program.score is None),
-    (ModsKind.LINE, lambda program: program.score is not None and is_line(program.score)),
-    (ModsKind.PAIRS, lambda program: reads_pairs(program.score)),
-    (ModsKind.OF_SCORE, lambda program: is_of_score(program.score)),
-    (ModsKind.OTHER, lambda program: True),
-)
-MASKS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
-    (MaskKind.NONE, lambda problem, program: program.mask is None),
-    (MaskKind.DOCUMENTS, has_segments_apart),
-    (MaskKind.READ, lambda problem, program: captured_decide(program.intervals)),
-    (MaskKind.RUNS, lambda problem, program: len(program.intervals) > 1),
-    (MaskKind.OPAQUE, lambda problem, program: has_opaque_test(program)),
-    (MaskKind.TESTED, lambda problem, program: has_costly_test(program.mask)),
-    (MaskKind.ENDS, end_together),
-    (MaskKind.BOUNDS, lambda problem, program: True),
-)
-MASKS_OF_KEYS: tuple[tuple[MaskKind, Callable[[Problem, Program], bool]], ...] = (
-    (MaskKind.NONE, lambda problem, program: program.mask is None),
-    (MaskKind.WHOLE, has_whole_documents),
-    (MaskKind.DOCUMENTS, has_documents_apart),
-    (MaskKind.READ, lambda problem, program: reads_any(program.mask) and bounds_queries(program.mask)),
-    (MaskKind.LISTED, lambda problem, program: reads_any(program.mask)),
-    (MaskKind.OPAQUE, lambda problem, program: has_opaque_test(program)),
-    (MaskKind.TESTED, lambda problem, program: has_costly_test(program.mask)),
-    (MaskKind.RUNS, lambda problem, program: len(program.of_keys[0]) > 1),
-    (MaskKind.ENDS, end_together),
-    (MaskKind.BOUNDS, lambda problem, program: True),
-)
+MODS: Mapping[ModsKind, Callable[[Program], bool]] = {
+    ModsKind.WEIGHED: weighs_keys,
+    ModsKind.DROPOUT: lambda program: program.keep is not None,
+    ModsKind.LEARNED_PAIRS: lambda program: sums_by(program, *Pattern) and reads_pairs(program.score),
+    ModsKind.LEARNED: lambda program: sums_by(program, *Pattern),
+    ModsKind.PLAIN: lambda program: program.score is None,
+    ModsKind.LINE: lambda program: derivative(program.score).rate in OF_HEADS and not reads_along_keys(program.score),
+    ModsKind.PAIRS: lambda program: reads_pairs(program.score),
+    ModsKind.OF_SCORE: lambda program: is_of_score(program.score),
+    ModsKind.OTHER: lambda program: True,
+}
+MASKS: Mapping[MaskKind, Callable[[Problem, Program], bool]] = {
+    MaskKind.NONE: lambda problem, program: program.mask is None,
+    MaskKind.DOCUMENTS: has_segments_apart,
+    MaskKind.READ: lambda problem, program: captured_decide(program.intervals),
+    MaskKind.RUNS: lambda problem, program: len(program.intervals) > 1,
+    MaskKind.OPAQUE: lambda problem, program: has_opaque_test(program),
+    MaskKind.TESTED: lambda problem, program: has_costly_test(program.mask),
+    MaskKind.ENDS: end_together,
+    MaskKind.BOUNDS: lambda problem, program: True,
+}
+MASKS_OF_KEYS: Mapping[MaskKind, Callable[[Problem, Program], bool]] = {
+    MaskKind.NONE: lambda problem, program: program.mask is None,
+    MaskKind.WHOLE: lambda problem, program: not has_plain_part(program.mask) and has_documents_apart(problem, program),
+    MaskKind.DOCUMENTS: has_documents_apart,
+    MaskKind.READ: lambda problem, program: reads_any(program.mask) and bounds_queries(program.mask),
+    MaskKind.LISTED: lambda problem, program: reads_any(program.mask),
+    MaskKind.OPAQUE: lambda problem, program: has_opaque_test(program),
+    MaskKind.TESTED: lambda problem, program: has_costly_test(program.mask),
+    MaskKind.RUNS: lambda problem, program: len(program.of_keys[0]) > 1,
+    MaskKind.ENDS: end_together,
+    MaskKind.BOUNDS: lambda problem, program: True,
+}
 UP_TO, ROUNDS = (1, 2, 4), (Rounds.AT_ONCE, Rounds.TWO_ROUNDS, Rounds.FEW_ROUNDS, Rounds.ROUNDS)
 
 
@@ -260,7 +255,9 @@ def _words(end: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A call and its class, and what rows of tables may ask of it besides; its class's and schedule's too."""
+    """A call and its class, and what rows of tables may ask: what is in `more`, found once, its class and schedule."""
+
+    more: ClassVar[Finders] = {}
 
     problem: Problem
     program: Program
@@ -268,4 +265,7 @@ class Facts:
     call: Any
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.more:
+            found = vars(self)[name] = self.more[name](self)
+            return found
         return getattr(self.call if hasattr(self.call, name) else self.problem.schedule, name)

@@ -54,7 +54,7 @@ def _too_short(problem: Problem, program: Program, step: int) -> str:
     shortest = min(problem.q_len, problem.kv_len) // step
     if shortest < LEAST:
         return f"a residue modulo {step} has {shortest} positions, of fewer than {LEAST} no tile is full"
-    visited = problem.batch * problem.q_heads * problem.q_len * keys_of_a_query(problem, program)
+    visited = problem.batch * problem.q_heads * problem.q_len * keys_of_a_query(problem, program.intervals)
     flops = problem.flops(int(visited))
     return "" if flops >= LONG else f"{flops:.1e} FLOPs are over before the host has launched {calls} calls"
 

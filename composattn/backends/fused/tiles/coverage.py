@@ -11,7 +11,7 @@ from ....call.problem import DENSE, Problem
 from ....graph.expr import Dep, index
 from ....graph.rebuilt import substitute
 from .segments import falls_apart
-from .traits import bounds_queries, changes_weights, extent_of, has_costly_test, has_plain_part, padded
+from .traits import bounds_queries, extent_of, has_costly_test, padded
 from .work import fixed_visits, visits_now
 
 
@@ -20,17 +20,14 @@ def all_are_seen(problem: Problem, program: Program) -> bool:
 
     The latter of causal masks, windows and documents alike, whatever their tensors say: `ids[q] == ids[q]`.
     """
-    if not problem.layout.is_dense:
-        return problem.layout.keys_lie_as_queries and _sees_own(program)
-    return problem.kv_len > 0 if program.mask is None else problem.q_len <= problem.kv_len and _sees_own(program)
-
-
-def _sees_own(program: Program) -> bool:
-    """Whether each query sees the key of its number, where there is one."""
+    if problem.layout.is_dense:
+        whole, lie_as_queries = problem.kv_len > 0, problem.q_len <= problem.kv_len
+    else:
+        whole = lie_as_queries = problem.layout.keys_lie_as_queries
     if program.mask is None:
-        return True
+        return whole
     own = substitute(program.mask, {index("kv"): index("q")})
-    return bool(own.is_const and own.attr is True)
+    return lie_as_queries and own.is_const and own.attr is True
 
 
 def end_together(problem: Problem, program: Program) -> bool:
@@ -51,7 +48,8 @@ def end_together(problem: Problem, program: Program) -> bool:
 
 def has_segments_apart(problem: Problem, program: Program) -> bool:
     """Whether tiles may begin with documents by ids: reads in pairs and words of dropout go by tiles of sequences."""
-    return not changes_weights(program) and has_costly_test(program.mask) and falls_apart(problem, program)
+    keeps_weights = program.score is None and program.keep is None
+    return keeps_weights and has_costly_test(program.mask) and falls_apart(problem, program)
 
 
 def has_documents_apart(problem: Problem, program: Program) -> bool:
@@ -63,12 +61,6 @@ def has_documents_apart(problem: Problem, program: Program) -> bool:
     if not (square and has_segments_apart(problem, program)):
         return False
     return reason_for_lists(QueryLists, program.mask, extent_of(problem), (128, 128)) is None
-
-
-def has_whole_documents(problem: Problem, program: Program) -> bool:
-    """Whether these are seen whole, of a call with a mask."""
-    assert program.mask is not None
-    return not has_plain_part(program.mask) and has_documents_apart(problem, program)
 
 
 def mirror(problem: Problem) -> Problem:
@@ -83,18 +75,15 @@ def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
 
 def queries_of_a_key(problem: Problem, program: Program) -> float:
     """How many queries visit a tile of 128 keys, on average, see `keys_of_a_query`."""
-    return _mean_visits(mirror(of_mean_length(problem)), exchanged(program.of_keys[0]))
+    return keys_of_a_query(mirror(problem), exchanged(program.of_keys[0]))
 
 
-def keys_of_a_query(problem: Problem, program: Program) -> float:
+def keys_of_a_query(problem: Problem, intervals: tuple[TileInterval, ...]) -> float:
     """How many keys a tile of 128 queries visits, on average, with run-time numbers as they are now.
 
     As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
     """
-    return _mean_visits(of_mean_length(problem), program.intervals)
-
-
-def _mean_visits(problem: Problem, intervals: tuple[TileInterval, ...]) -> float:
+    problem = of_mean_length(problem)
     visits = visits_now(problem, intervals, 128, 1)
     return float(problem.kv_len if visits is None else visits.float().mean())
 

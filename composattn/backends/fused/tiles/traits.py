@@ -12,7 +12,6 @@ from ....analysis.program import Program
 from ....analysis.tile_lists import Extent
 from ....call.problem import Problem
 from ....graph.expr import Dep, Expr, Rate, walk
-from ....graph.gradient import derivative
 
 OF_HEADS = {Rate.CONSTANT, Rate.HEAD}  # alike for all pairs of a head
 
@@ -38,11 +37,6 @@ def reads_along_keys(graph: Expr | None) -> bool:
     return bool(reads(graph, (Rate.COLUMN, Rate.ELEMENT)))
 
 
-def reads_by(graph: Expr | None, pattern: Pattern) -> bool:
-    """Whether a tensor is read along such a pattern."""
-    return pattern in map(pattern_of, reads(graph))
-
-
 def bytes_at_pairs(graph: Expr | None) -> float:
     """Bytes read for each (q, kv) from where it lies; without end where some are read elsewhere, as at distances."""
     found = reads(graph, (Rate.ELEMENT,))
@@ -52,11 +46,6 @@ def bytes_at_pairs(graph: Expr | None) -> float:
 def reads_any(graph: Expr | None) -> bool:
     """Whether a tensor is read at all."""
     return bool(reads(graph))
-
-
-def is_line(score: Expr) -> bool:
-    """Whether it is the score times a number of the head, and more that is read nowhere along the keys."""
-    return derivative(score).rate in OF_HEADS and not reads_along_keys(score)
 
 
 def depends(graph: Expr | None, on: Dep) -> bool:
@@ -84,55 +73,27 @@ def bounds_queries(mask: Expr | None) -> bool:
     return mask is None or not residual(mirrored(mask)).opaque
 
 
-def sums_by(program: Program, pattern: Pattern) -> bool:
+def sums_by(program: Program, *patterns: Pattern) -> bool:
     """Whether the kernel sums the gradient of a tensor along such a pattern."""
-    return pattern in _summed(program)
-
-
-def sums_any(program: Program) -> bool:
-    """Whether it sums the gradient of any tensor."""
-    return bool(_summed(program))
-
-
-def _summed(program: Program) -> set[Pattern]:
     groups = program.reads.values() if isinstance(program, GradientProgram) else ()
-    return {read.pattern for read in itertools.chain(*groups)}
-
-
-def sees_score(program: Program) -> bool:
-    """Whether the derivative of the score mod looks at the score, so that P and dS are computed together."""
-    return program.score is not None and bool(derivative(program.score).deps & Dep.SCORE)
+    return any(read.pattern in patterns for read in itertools.chain(*groups))
 
 
 def queries(problem: Problem) -> int:
     """Queries of a sequence: packed, the most that any has if that is known, else the average."""
-    return _of_sequence(problem.layout.q, problem.q_len, problem.layout.max_q_len, problem.batch)
+    layout = problem.layout
+    return (layout.max_q_len or -(-problem.q_len // problem.batch)) if layout.q == "packed" else problem.q_len
 
 
 def keys(problem: Problem) -> int:
     """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
-    return _of_sequence(problem.layout.kv, problem.kv_len, problem.layout.max_kv_len, problem.batch)
-
-
-def _of_sequence(lies: str, rows: int, most: int | None, batch: int) -> int:
-    if lies != "packed":
-        return rows
-    return -(-rows // batch) if most is None else most
-
-
-def changes_weights(program: Program) -> bool:
-    """Whether a score mod or dropout leaves no weight as the scores have it; what a mask lets through it leaves."""
-    return program.score is not None or program.keep is not None
+    layout = problem.layout
+    return (layout.max_kv_len or -(-problem.kv_len // problem.batch)) if layout.kv == "packed" else problem.kv_len
 
 
 def weighs_keys(program: Program) -> bool:
     """Whether values of 8 bits are multiplied by numbers of their keys, which go into weights behind their sum."""
     return depends(program.values, Dep.KV)
-
-
-def sees_at_most(most: int, program: Program) -> bool:
-    """Whether constants of the mask leave a row so few."""
-    return program.limits is not None and program.limits.most is not None and program.limits.most <= most
 
 
 def extent_of(problem: Problem) -> Extent:
