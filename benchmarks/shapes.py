@@ -3,7 +3,7 @@
 `drawn(direction, part)` gives the cases of a part, the same in every run. What is fitted on the part "fit" is judged on
 the parts "held-out" and "unseen", whose shapes have other lengths and batches. Tables were looked at with the results
 of "held-out"; "unseen" has shapes of neither. "short" has 100 to 1,000 queries, whose last tile is partly empty:
-it was fitted on too.
+it was fitted on too. So was "near": other shapes of the kinds that were behind a peer among the unseen ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from benchmarks.cases import (
     window,
 )
 
-Part = Literal["fit", "held-out", "unseen", "short"]
-SEEDS: dict[Part, int] = {"fit": 1, "held-out": 2, "unseen": 3, "short": 4}
+Part = Literal["fit", "held-out", "unseen", "short", "near"]
+SEEDS: dict[Part, int] = {"fit": 1, "held-out": 2, "unseen": 3, "short": 4, "near": 5}
 COUNTS: dict[Direction, int] = {"forward": 200, "backward": 120}
 SHORT = 80  # shapes of the part of that name
 # of a call's products: 0.03 to 2 ms at 600 TFLOP/s, so that a sweep of some hundred shapes takes minutes
@@ -99,6 +99,33 @@ LAYERS = (
     Layer("PixArt, cross", 16, 16, 72, (1024, 4096), keys=300),
 )
 
+# kinds that were behind a peer: rows of no whole sectors and few keys, few rounds of tiles, packed heads of D 256;
+# in the backward many queries on few keys, and some hundred queries
+NEAR: dict[Direction, tuple[Layer, ...]] = {
+    "forward": (
+        Layer("near", 16, 16, 72, (200, 240, 320, 400, 512)),
+        Layer("near", 12, 12, 80, (192, 240, 256, 384)),
+        Layer("near", 16, 16, 88, (208, 250, 384)),
+        Layer("near", 32, 32, 96, (192, 256, 384, 640)),
+        Layer("near", 16, 16, 72, (1100, 1700, 2900, 5000)),
+        Layer("near", 32, 8, 72, (600, 1400, 4000), causal),
+        Layer("near", 16, 16, 72, (2500,), keys=320),
+        Layer("near", 8, 8, 40, (3300, 3700, 4200), keys=16000),
+        Layer("near", 12, 12, 64, (1900, 2300, 2700), keys=9000),
+        Layer("near", 8, 1, 256, (140, 180, 300), keys=2300),
+    ),
+    "backward": (
+        Layer("near", 12, 12, 128, (6000, 9600), keys=440),
+        Layer("near", 16, 16, 72, (1500, 2600, 3600), keys=280),
+        Layer("near", 16, 16, 80, (3000,), keys=360),
+        Layer("near", 8, 8, 88, (150, 220, 250), causal),
+        Layer("near", 12, 12, 72, (180, 230), causal),
+        Layer("near", 40, 8, 112, (480, 600, 700)),
+        Layer("near", 28, 4, 128, (400, 600, 640), causal),
+    ),
+}
+NEARBY = 40  # shapes of that part
+
 DIMS = (40, 48, 56, 64, 64, 72, 80, 88, 96, 104, 112, 128, 128, 128, 144, 160, 192, 192, 224, 256, 256)
 HEADS = ((8, 8), (12, 12), (16, 16), (16, 2), (24, 3), (28, 4), (32, 8), (40, 8), (64, 8), (8, 1))
 # a third full, a third causal, the rest of the gallery
@@ -113,6 +140,9 @@ def drawn(direction: Direction, part: Part) -> list[Case]:
     generator = random.Random(f"{direction} {SEEDS[part]}")
     if part == "short":
         return [_of_nobody(direction, generator, (100, 1000)) for _ in range(SHORT)]
+    if part == "near":
+        near = itertools.islice(itertools.cycle(NEAR[direction]), NEARBY)
+        return list({case.name: case for case in (_of_layer(layer, direction, generator) for layer in near)}.values())
     before = [other for other, seed in SEEDS.items() if seed < SEEDS[part]]
     taken = {case.name for other in before for case in drawn(direction, other)}
     count = COUNTS[direction]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -124,6 +125,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--share", default="1/1", metavar="N/OF", help="every so many'th shape, from the N'th on")
     made.add_argument("--others", type=int, help="no candidates of shapes that have more of them; default: all")
     made.add_argument("--only", default="", help="shapes with this in their name")
+    made.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="SHAPES: FIELDS",
+        help="of shapes whose name matches, a candidate by name, or fields of a tiling as `tilings.py` has them",
+    )
     made.add_argument("--report", nargs="+", type=Path, help="say what these results say, and run nothing")
     made.add_argument(
         "--steady",
@@ -160,8 +168,14 @@ def main() -> None:
         if left <= 0:
             print(f"the budget is spent before {wave[0].name}", flush=True)
             break
-        options.prepare = left
-        holders, told = team.prepare(wave, lambda case, _: wanted(case, peers, options.others), options)
+        options.prepare = left * 2 / 3
+
+        def named(case: Case, _: bool) -> list[str]:
+            asked = (text.rsplit(": ", 1) for text in options.variant)
+            beside = [f"{OURS}: {fields}" for shapes, fields in asked if re.search(shapes, case.name)]
+            return [*wanted(case, peers, options.others), *beside]
+
+        holders, told = team.prepare(wave, named, options)
         ready = [case for case in wave if holders[case.name]]
         print(f"{len(ready)} of {len(wave)} are ready, {end - time.monotonic():.0f} s left", flush=True)
         for case in ready:
