@@ -4,6 +4,7 @@
     compute-sanitizer --tool racecheck python -m benchmarks.sanitized --only "fixed order"
 
 Compile first by a run without the sanitizer: under it the compiler is slow. Results are held to the tolerance rule.
+Processes with `--part 0/8` to `--part 7/8` share the cases.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -69,12 +71,13 @@ def cases() -> Iterator[tuple[str, Case, dict[str, Any]]]:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", default="", help="regular expression on the case's name")
+    made.add_argument("--part", default="0/1", help="every n-th case, from the i-th on: i/n, for several processes")
     made.add_argument("--backend", choices=ARCHITECTURES, help="default: the GPU's")
     given = made.parse_args()
     torch.manual_seed(0)
     wrong, backend = 0, given.backend or ca.backends.default_for(torch.device("cuda"))
-    kernels = ARCHITECTURES[backend]
-    for name, case, options in cases():
+    kernels, (first, step) = ARCHITECTURES[backend], map(int, given.part.split("/"))
+    for name, case, options in itertools.islice(cases(), first, None, step):
         widest = max(case.q.shape[-1], case.v.shape[-1])
         if not re.search(given.only, name) or widest > kernels.max_head_dim:
             continue
