@@ -32,7 +32,8 @@ SPACES = tuple(dataclasses.replace(space, **LEARNED) for space in (FEW_ROWS, SEV
 ABOVE_256 = (64, 264, 320, 512, 512)
 BY_TWO = (104, 112, 120, 128, 128, 128)  # head dimensions of which two blocks may share a tile of keys
 WIDE_BY_TWO = (64, 136, 192, 200, 224, 256, 256, 256)  # likewise, of queries too
-BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2}  # calls by default: ten seconds each, most to compile
+# calls by default: ten seconds each, most to compile
+BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2, "warp-emulated": 1}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ SEVERAL_TILES = dataclasses.replace(
 )
 WIDE = dataclasses.replace(FEW_ROWS, head_dims=(64, 264, 320, 512, 512), longest=311, batches=(1, 1, 2))
 # by default, for a call each: seconds, nearly all to compile
-BACKENDS = (*["hopper-emulated"] * 4, *["blackwell-emulated"] * 2)
+BACKENDS = (*["hopper-emulated"] * 4, *["blackwell-emulated"] * 2, "warp-emulated")
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
