@@ -10,6 +10,7 @@ out at the rate that the GPU's clocks say, over the time taken.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +51,10 @@ def by_pytorch(given: Tensors) -> ca.QuantizedInputs:
         return ca.quantize(*given)
 
 
-def calls_of(given: Tensors, mask: Any) -> dict[str, Callable[[], object]]:
+def calls_of(given: Tensors, mask: Any, ways: dict[str, dict[str, Any]]) -> dict[str, Callable[[], object]]:
     """What is timed, by name; attention in 8 bits where it is served."""
     calls: dict[str, Callable[[], object]] = {"bf16": lambda: ca.attention(*given, mask_mod=mask)}
-    for name, how in WAYS.items():
+    for name, how in ways.items():
 
         def quantise(how: dict[str, Any] = how) -> ca.QuantizedInputs:
             return ca.quantize(*given, **how)
@@ -75,17 +76,19 @@ def calls_of(given: Tensors, mask: Any) -> dict[str, Callable[[], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 16384])
+    parser.add_argument("--only", default="", help="regular expression on the ways to quantise")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda")
     rate = Target.of(device).memory_rate
     result: dict[str, Any] = {**provenance(device), "rows": []}
+    ways = {name: how for name, how in WAYS.items() if re.search(options.only, name)}
     for length in options.lengths:
         given = tuple(torch.randn(1, HEADS, length, DIM, device=device, dtype=torch.bfloat16) for _ in range(3))
         least = 3 * 3 * given[0].numel() / rate / 1e6  # ms: 2 bytes in and 1 out of each number
         for name, mask in (("full", None), ("causal", causal())):
-            found = interleaved(calls_of(given, mask), Stopwatch(device), rounds=options.rounds)  # type: ignore[arg-type]
+            found = interleaved(calls_of(given, mask, ways), Stopwatch(device), rounds=options.rounds)  # type: ignore[arg-type]
             for impl, took in found.items():
                 row = {"row": f"D{DIM} S{length} {name}", "impl": impl, "ms": took.ms, "spread": took.spread}
                 row |= {"of_bytes": least / took.ms} if impl.startswith("quantise") else {}
