@@ -20,6 +20,7 @@ from .call.autograd import without_autocast
 from .call.eight_bits import EIGHT_BITS, MANTISSAS, Quantized, Rounding, narrowed, scale_for
 from .dispatch.transforms import active as transforms_active
 from .graph.dynamo import dispatch_modes, function_modes
+from .graph.foreign import in_memory
 
 Kind = Literal["head", "block", "token"]
 
@@ -84,7 +85,7 @@ def _quantized(given: Tensors, how: Rounding) -> QuantizedInputs:
     if how.center:
         mean = _mean(given[1].detach())
     if not _is_followed(given):
-        q, k, v = (_by_head(x).resolve_neg() for x in given)  # kernels read what lies in memory
+        q, k, v = (in_memory(_by_head(x)) for x in given)
         target = target_of((q, k, v), how)
         if target is not None:
             found = rounded((q, k, v), None if mean is None else _by_head(mean), how, target)

@@ -18,6 +18,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from ..errors import GradientUnsupported
 from ..graph.borrowed import Borrowed, current
 from ..graph.expr import Capture
+from ..graph.foreign import in_memory
 from ..graph.moved import Addresses
 from .sequences import NO_SEQUENCES, Sequences
 
@@ -152,8 +153,7 @@ def gradients_of(
     """
     if (dout is not None and is_legacy_batchedtensor(dout)) or (dlse is not None and is_legacy_batchedtensor(dlse)):
         return _one_by_one(functools.partial(_gradient, call, wanted, saved), dout, dlse)
-    # of a view that torch negates as it is read, kernels would read what lies in memory
-    dout, dlse = (None if t is None else t.resolve_neg() for t in (dout, dlse))
+    dout, dlse = (None if t is None else in_memory(t) for t in (dout, dlse))
     return _gradient(call, wanted, saved, dout, dlse)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from ..graph.expr import has_no_shape
+from ..graph.foreign import in_memory
 from .eight_bits import EIGHT_BITS
 from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
 
@@ -85,10 +86,10 @@ class Inputs(NamedTuple):
 
     @property
     def resolved(self) -> Inputs:
-        """With q, k and v in memory as they read: views of imaginary parts torch may negate when they are read."""
-        if not any(isinstance(t, torch.Tensor) and not has_no_shape(t) and t.is_neg() for t in self[:3]):
+        """With q, k and v `in_memory`."""
+        if not all(isinstance(t, torch.Tensor) and not has_no_shape(t) for t in self[:3]):
             return self
-        q, k, v = (t.resolve_neg() for t in self[:3])
+        q, k, v = (in_memory(t) for t in self[:3])
         return Inputs(q, k, v, self.varlen, self.paged)
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[int]]:

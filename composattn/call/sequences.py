@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.foreign import is_computed
 from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
 from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for
@@ -295,6 +296,10 @@ def _check_index(name: str, tensor: Any, shape: str, rank: int) -> None:
         raise errors.UnsupportedIndexDType(f"{name} is {tensor.dtype}; pass {name}.to(torch.int32)")
     if tensor.ndim != rank:
         raise errors.WrongRank(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+    if is_computed(tensor):
+        raise errors.UnsupportedLayout(
+            f"the class {type(tensor).__name__} computes what {name} holds; pass a plain tensor"
+        )
     if not tensor.is_contiguous():
         raise errors.UnsupportedLayout(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 # by the module that defines them: what to pass instead. CausalBias holds memory that nobody ever wrote to
 _INSTEAD = {
@@ -23,6 +26,26 @@ def reason_against(tensor: torch.Tensor) -> str | None:
         if kind.__module__ in _INSTEAD:
             return f"a {kind.__name__}, whose elements are not what it means; {_INSTEAD[kind.__module__]}"
     return None
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Whether its class computes what a read of it gives, so that its own memory, if it has any, says something else.
+
+    Such are weights of 8 bits that look like wide ones, and what a collective of torch.distributed gives before anybody
+    waited for it. Those that stand for shapes alone are not meant.
+    """
+    if tensor.__class__ in _WITH_MEMORY or isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        return False
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, with its numbers in memory as they read; its class may still give one that `is_computed`.
+
+    Views of imaginary parts are negated by torch when they are read.
+    """
+    tensor = tensor.resolve_neg()
+    return tensor.clone() if is_computed(tensor) else tensor
 
 
 def is_fake(tensor: object) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.foreign import in_memory
 from .exchange import Ranks
 
 _WHOLE = 1 << 22  # bytes of a tensor that are looked at one by one; of larger ones a sum and some of them
@@ -54,7 +55,7 @@ def contents(tensors: Sequence[torch.Tensor]) -> bytes:
     """A fingerprint of what tensors hold; waits for their device."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        t = tensor.detach().resolve_neg()
+        t = in_memory(tensor.detach())
         digest.update(repr((t.dtype, tuple(t.shape))).encode())
         if t.numel() * t.element_size() > _WHOLE:
             flat = t.reshape(-1)

@@ -12,6 +12,7 @@ import torch
 
 from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
+from ..graph.foreign import in_memory
 from ..graph.moved import Addresses
 from .exchange import Ranks
 from .strategy import Given, Known, Strategy
@@ -68,8 +69,8 @@ def gradients(
 ) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
     # of a view that torch negates as it is read, kernels would read what lies in memory
-    dlse = None if known.dlse is None else known.dlse.resolve_neg()
-    known = known._replace(dout=known.dout.resolve_neg(), dlse=dlse)
+    dlse = None if known.dlse is None else in_memory(known.dlse)
+    known = known._replace(dout=in_memory(known.dout), dlse=dlse)
     found = strategy.backward(known, begun, saved)
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)

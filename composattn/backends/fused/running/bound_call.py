@@ -20,6 +20,7 @@ from ....call.autograd import gradients_of
 from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered
 from ....graph.borrowed import Borrowed
+from ....graph.foreign import in_memory
 from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
 from .bound_backward import BoundBackward, Memory, bound_backward
@@ -180,7 +181,7 @@ class _BoundAttention(torch.autograd.Function):
         if of_captured:
             asked = asked, of_captured
         if not bound.known(dout) or dout.data_ptr() % 16 or torch.is_grad_enabled():
-            dout = dout.resolve_neg()
+            dout = in_memory(dout)
             bound.learn(dout)
         elif run := bound.backwards.get(asked):
             found = run(q, k, v, out, lse, dout, captured, numbers, borrowed if stands else None)

@@ -8,6 +8,7 @@ from math import gcd
 import torch
 
 from ....errors import UnsupportedLayout
+from ....graph.foreign import is_computed
 
 
 def tidy(t: torch.Tensor) -> torch.Tensor | None:
@@ -30,6 +31,10 @@ def readable(t: torch.Tensor, name: str) -> torch.Tensor:
     Raises `UnsupportedLayout`.
     """
     found = tidy(t)
+    if is_computed(t):
+        raise UnsupportedLayout(
+            f"the class {type(t).__name__} computes what {name} holds, and a copy of it is one too; pass a plain tensor"
+        )
     if found is None:
         raise UnsupportedLayout(
             f"{name} has strides {t.stride()} and starts at {t.data_ptr() % 16} bytes past a multiple of 16; bulk "

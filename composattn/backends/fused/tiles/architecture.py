@@ -12,6 +12,7 @@ import torch
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....errors import BackendUnavailable, GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ....graph.foreign import is_computed
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -122,6 +123,11 @@ class Architecture:
                 raise UnsupportedCapture(
                     f'backend="{self.name}" reads captured tensors as they lie in memory, and torch negates this '
                     "view when it is read; capture tensor.resolve_neg()"
+                )
+            if is_computed(capture.tensor):
+                raise UnsupportedCapture(
+                    f'backend="{self.name}" reads captured tensors as they lie in memory, and the class '
+                    f"{type(capture.tensor).__name__} computes what this one holds; capture a plain tensor made of it"
                 )
 
     def target_on(self, device: torch.device) -> Target:
