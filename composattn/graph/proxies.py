@@ -176,10 +176,10 @@ def as_expr(value: Any) -> Expr:
     """The expression of a proxy, Python number, `ca.scalar` or 0-d tensor."""
     if isinstance(value, Symbolic):
         return value.expr
+    if hasattr(value, "__array__") and getattr(value, "ndim", None) == 0 and not isinstance(value, torch.Tensor):
+        value = value.item()  # numpy's numbers
     if isinstance(value, (bool, int, float)):
         return _python_number(value)
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy scalars
-        return _python_number(value.item())
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return read(capture_of(value), ())
@@ -188,9 +188,16 @@ def as_expr(value: Any) -> Expr:
             f"a captured tensor of shape {tuple(value.shape)} is used whole; a mod computes one score at a time: "
             "read an element, e.g. tensor[h] or tensor[q_idx, kv_idx]",
         ).expr
+    if isinstance(value, _KEPT_SYMBOLIC):
+        return refuse(
+            errors.UnsupportedOperation,
+            "a length that torch keeps symbolic, as torch.export(strict=False) and make_fx do, can't be part of a mod; "
+            "export with strict=True, or capture torch.scalar_tensor(n, device=q.device), made outside of the mod",
+        ).expr
     if isinstance(value, Several):
         return refuse(errors.UnindexedTensor, "a vector where one number is needed; reduce it: .sum(-1), .any(-1)").expr
-    return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod").expr
+    way_out = "; capture a tensor of it, and read an element" if hasattr(value, "__array__") else ""
+    return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod{way_out}").expr
 
 
 def _python_number(value: float | int) -> Expr:
@@ -274,15 +281,21 @@ BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv", "mod": "mod",
     "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
 }  # fmt: skip
-_OPERANDS = (Symbolic, Several, numbers.Number, torch.Tensor)
+_KEPT_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OPERANDS = (Symbolic, Several, numbers.Number, torch.Tensor, *_KEPT_SYMBOLIC)
 IN_PLACE = {f"__i{name}__" for name in BINARY}
+
+
+def _is_operand(value: Any) -> bool:
+    """Whether torch computes with it, as with numpy's arrays."""
+    return isinstance(value, _OPERANDS) or hasattr(value, "__array__")
 
 
 def _operator(name: str, x: Any, y: Any) -> Any:
     if x.__class__ is Proxy and y.__class__ is Proxy:
         return _of(name, x._expr, y._expr)
-    if not isinstance(x, _OPERANDS) or not isinstance(y, _OPERANDS):
-        return NotImplemented
+    if not _is_operand(x) or not _is_operand(y):
+        return NotImplemented  # of == and != Python makes a False and a True, as it does for torch's tensors
     if is_vector(x) or is_vector(y):
         return _elementwise(name, x, y)
     return apply_to(name, x, y)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import operator
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.errors import UnsupportedOperation
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 
 LENGTH = 48
@@ -155,6 +158,34 @@ def test_attention_of_constants_is_an_operator_of_what_export_runs_as_it_stands(
     program = torch.export.export(module, (x,), strict=False)
     assert any("composattn" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(x), module(x))
+
+
+class OfLength(torch.nn.Module):
+    """A mask of the length, which torch.export keeps symbolic."""
+
+    def __init__(self, compare: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.compare = compare
+
+    def forward(self, x: torch.Tensor) -> Any:
+        length, compare = x.shape[2], self.compare
+        return ca.attention(x, x, x, mask_mod=lambda b, h, q, kv: compare(q - kv, length - 1) | (q == kv))
+
+
+COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.ge)
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_symbolic_length_in_a_mod_is_read_by_dynamo_and_else_refused(compare: Any, turned: bool) -> None:
+    module = OfLength((lambda x, n: compare(n, x)) if turned else compare)
+    x = torch.randn(1, 2, LENGTH, 16)
+    sizes = {"x": {2: torch.export.Dim("length", min=2, max=64)}}
+    with pytest.raises(UnsupportedOperation, match="strict=True"):
+        torch.export.export(module, (x,), dynamic_shapes=sizes, strict=False)
+    program = torch.export.export(module, (x,), dynamic_shapes=sizes, strict=True).module()
+    for given in (x, x[:, :, :21]):
+        torch.testing.assert_close(program(given), module(given))
 
 
 # --- the operator called directly ---------------------------------------------------------------------------------

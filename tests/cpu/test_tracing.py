@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import math
+import operator
 import pickle
 import random
 import threading
@@ -175,6 +176,18 @@ def test_mask_forms(name: str) -> None:
     places = grid()
     got = Mask.of(fn)(*places).expand(places[0].shape).reshape(-1)[::7]
     assert torch.equal(got, eager(fn, *places))
+
+
+def test_a_numpy_array_of_one_is_a_number_and_longer_ones_are_refused() -> None:
+    places = grid()
+    for number in (np.array(3), np.int64(3), np.array(3.0)):
+        for fn in (lambda b, h, q, kv, n=number: q - kv == n, lambda b, h, q, kv, n=number: n == q - kv):  # type: ignore[misc]
+            assert torch.equal(Mask.of(fn)(*places), places[2] - places[3] == 3)
+        differs = Mask.of(lambda b, h, q, kv, n=number: q != n)  # of which torch makes a True
+        assert torch.equal(differs(*places).expand_as(places[2]), places[2] != 3)
+    for compare in (operator.eq, operator.ne, operator.lt):
+        with pytest.raises(errors.UnsupportedOperation, match="ndarray"):
+            Mask.of(lambda b, h, q, kv, compare=compare: compare(q, np.arange(12)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", SCORES)
