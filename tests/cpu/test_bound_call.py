@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from composattn.backends.fused.planning.arguments import ForwardArguments, MainA
 from composattn.backends.fused.running import call as fused_call
 from composattn.backends.fused.running import kernels as fused_kernels
 from composattn.errors import GradientUnsupported
-from composattn.mods import alibi, causal, document
+from composattn.mods import alibi, causal, document, neighborhood
 
 Given = list[tuple[Any, ...]]
 
@@ -90,6 +91,24 @@ def test_what_is_learned_has_its_gradient_in_every_step(name: str, alone: bool) 
         out.backward(torch.randn_like(out))  # type: ignore[union-attr]
         assert (slopes.grad is not None) == (name in ("score mod", "both"))
         assert (sinks.grad is not None) == (name != "score mod")
+
+
+def test_a_backward_whose_lists_and_tables_hang_on_no_tensor_reads_them_again_on_the_fast_path(
+    given: Given, long_ways: list[int]
+) -> None:
+    q, k, v = rows(4, length=4096), rows(2, length=4096), rows(2, length=4096)
+    read = []
+    for step in range(3):
+        long_ways.clear()
+        given.clear()
+        out: Any = ca.attention(q, k, v, mask_mod=neighborhood((64, 64), 7))
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(q))
+        assert bool(long_ways) == (step == 0)
+        main = MainArguments(*given[2])
+        read.append((main.key_tiles, main.captured))
+    assert read[0][0] is not None and read[0][1]
+    for tables, lists in read[1:]:
+        assert tables is read[0][0] and all(map(operator.is_, lists, read[0][1]))
 
 
 @LIE

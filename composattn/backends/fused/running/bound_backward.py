@@ -52,6 +52,7 @@ def _launching(
     """What launches the kernels, with gradients of sinks where these alone are learned."""
     reads, standing, sizes, scale = launcher.reads, launcher.standing, launcher.sizes, gradient.scale
     assert sizes is not None and sizes.scratch is not None
+    lasting = None if launcher.reads_nothing else launcher.lasting
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     launches, turns_of = (launcher.launch, launcher.launch_in_range), sizes.turns  # the second one for profiles
     like_q, like_k, like_v = like
@@ -78,7 +79,11 @@ def _launching(
             if is_captured(stream):
                 return None
         tables = NO_TABLES
-        if standing is not None:
+        if lasting is not None:
+            if stream not in lasting:
+                return None
+            captured, tables = lasting[stream]
+        elif standing is not None:
             tables = standing.found(borrowed, stream)
             if tables is None:
                 return None
@@ -132,4 +137,5 @@ def _is_bindable(launcher: BackwardLauncher, q: torch.Tensor, sums: FixedPointSu
         reads = launcher.reads
         alone = tuple(reads.captured) == (*reads.program.captures, *sums.program.made)
         return alone and not (reads.derived or reads.has_numbers or launcher.has_tables)
-    return launcher.standing is not None or launcher.reads_nothing or launcher.reads_captured_alone
+    kept = launcher.standing is not None or launcher.lasting is not None
+    return kept or launcher.reads_nothing or launcher.reads_captured_alone

@@ -11,6 +11,7 @@ from torch.autograd import profiler
 
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
+from ....analysis.streams import has_streams, stream_handle
 from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
@@ -74,6 +75,9 @@ class BackwardLauncher:
         self.reads_nothing = not (self.reads.captured or tables)
         self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
+        # by stream, what dense calls read that give no tensors and no numbers: it holds for ever
+        gives_nothing = self.is_dense and not (self.program.captures or self.program.scalars or self.reads.derived)
+        self.lasting: dict[int | None, tuple[Sequence[torch.Tensor], Tables]] | None = {} if gives_nothing else None
         of_each = plans.preprocess.work, plans.main.work
         self.one_run = self.reads.one_run(of_each, plans.main.work) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
@@ -217,6 +221,8 @@ class BackwardLauncher:
             tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
             if self.standing is not None and not derives_anew():
                 self.standing.keep(tables)
+            if self.lasting is not None and not derives_anew():
+                self.lasting[stream_handle(q.device) if has_streams(q.device) else None] = reads, tables
         return reads, tables
 
     def _tidied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
