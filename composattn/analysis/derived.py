@@ -87,7 +87,7 @@ class Derived(Capture):
 
     def _compute(self) -> torch.Tensor:
         with plain_tensors():
-            return self._run([s.tensor for s in self.sources], for_now=True)[0]  # what follows the first is copied
+            return self._run([s.tensor for s in self.sources], for_now=1)[0]  # what follows the first is copied
 
     def _formed(self) -> torch.Tensor:
         """A tensor of its form with no memory, made where all memory is a graph's."""

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -21,9 +21,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ..graph.counters import is_shared
 from . import streams
 from .streams import stream_handle, streams_of
-
-if TYPE_CHECKING:
-    from .replayed import Lent
 
 V = TypeVar("V")
 
@@ -158,12 +155,13 @@ def _may_be_gathered(tensor: torch.Tensor) -> bool:
 
 
 class Moment:
-    """Stands for a block that trusts nothing from before. `lent`: what it derived, if that lies in a graph's memory."""
+    """Stands for a block that trusts nothing from before, and for later ones that trust what it derived for them."""
 
-    __slots__ = ("lent",)
+    __slots__ = ("first", "found")
 
     def __init__(self) -> None:
-        self.lent: Lent | None = None
+        self.first: Any = None  # who derived first
+        self.found: dict[object, Sequence[torch.Tensor]] = {}  # by who reads it
 
 
 _distrust: ContextVar[Moment | None] = ContextVar("distrust", default=None)

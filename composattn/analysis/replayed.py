@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -118,16 +118,13 @@ class Replay:
         self.device = results[0].device
         self.moving = [n for n, t in enumerate(inputs) if t is not None and n not in standing]
         self.memory = [_memory_like(inputs[n]) for n in self.moving]  # type: ignore[arg-type]
-        self._copies: dict[torch.dtype, tuple[list[T], list[int]]] = {}  # by type: torch copies one type in one launch
-        for n, memory in zip(self.moving, self.memory, strict=True):
-            memories, places = self._copies.setdefault(memory.dtype, ([], []))
-            memories.append(memory)
-            places.append(n)
+        self._copies = _by_type(zip(self.moving, self.memory, strict=True))
         own = dict(zip(self.moving, self.memory, strict=True))
         read = [own.get(n, t) for n, t in enumerate(inputs)]
         standing_ones = [inputs[n] for n in standing]
         self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
         self.written = [memory for memory, _ in self.given]
+        self._given_out: dict[int, list[tuple[list[T], list[int]]]] = {}  # copied, by how many results are for now
 
         def captured() -> None:
             for (memory, stands), found in zip(self.given, run(read), strict=True):
@@ -135,24 +132,38 @@ class Replay:
                     memory.copy_(found)
 
         self._streams_on = self.device if has_streams(self.device) else None
-        self._known, self.runs = {self._stream()}, 0
+        self._known = {self._stream()}
         with turn_on(self.device):
             self.graph = GRAPHS[self.device.type](captured, self.device)
 
-    def __call__(self, inputs: Sequence[T | None], for_now: bool = False) -> list[T]:
+    def __call__(self, inputs: Sequence[T | None], for_now: int = 0) -> list[T]:
         """What the run gives for inputs of its form, standing ones in the memory of the first.
 
-        for_now: whoever asks has read it, on this stream, before the next run is asked for; it is not copied.
+        for_now: whoever asks has read so many results, on this stream, before the next run is asked for: they are not
+        copied.
         """
         with turn_on(self.device):
             if self._stream() not in self._known:
                 self._meet_stream()
-            for memories, places in self._copies.values():
+            for memories, places in self._copies:
                 torch._foreach_copy_(memories, [inputs[n] for n in places])  # type: ignore[misc]
             self.graph()
-            self.runs += 1
             torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
-            return [memory if stands or for_now else memory.clone() for memory, stands in self.given]
+            return self._own(for_now)
+
+    def _own(self, for_now: int) -> list[T]:
+        """The results, but for the first so many in memory of their own."""
+        found = list(self.written)
+        copies = self._given_out.get(for_now)
+        if copies is None:
+            apart = enumerate(self.given[for_now:], start=for_now)
+            copies = self._given_out[for_now] = _by_type((n, memory) for n, (memory, stands) in apart if not stands)
+        for memories, places in copies:
+            own = [_memory_like(memory) for memory in memories]
+            torch._foreach_copy_(own, memories)
+            for n, memory in zip(places, own, strict=True):
+                found[n] = memory
+        return found
 
     def _stream(self) -> int | None:
         return None if self._streams_on is None else stream_handle(self._streams_on)
@@ -162,26 +173,6 @@ class Replay:
         now = torch.cuda.current_stream(self.device)
         self._known.add(now.cuda_stream)
         used_on(now, [*self.memory, *(memory for memory, stands in self.given if not stands)])
-
-
-class Lent:
-    """What the latest run of a replay gave, by name, where it lies: for as long as nobody asks for the next run."""
-
-    __slots__ = ("_given", "_replay", "_run")
-
-    def __init__(self, replay: Replay, given: Mapping[Hashable, T]) -> None:
-        self._replay, self._run, self._given = replay, replay.runs, given
-
-    def find(self, names: Sequence[Hashable]) -> list[T] | None:
-        """The tensors of these names, which the current stream may read; None where they are not all there now."""
-        found = [self._given.get(name) for name in names]
-        turn = turn_on(self._replay.device)
-        with turn.lock:
-            if self._replay.runs != self._run or any(t is None for t in found):
-                return None
-            if turn.streams is not None:
-                turn.streams.read(found)
-            return found  # type: ignore[return-value]
 
 
 def replay_of(
@@ -243,6 +234,16 @@ def _apart(device: torch.device, make: Callable[[], Replay]) -> Replay:
 def _has_pools() -> bool:
     """Whether what a graph makes meanwhile is nobody else's: other allocators may give it to others, unasked."""
     return torch.cuda.get_allocator_backend() == "native" and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+
+
+def _by_type(memory: Iterable[tuple[int, T]]) -> list[tuple[list[T], list[int]]]:
+    """Tensors of one type together, each with its place: torch copies one type in one launch."""
+    found: dict[torch.dtype, tuple[list[T], list[int]]] = {}
+    for n, t in memory:
+        tensors, places = found.setdefault(t.dtype, ([], []))
+        tensors.append(t)
+        places.append(n)
+    return list(found.values())
 
 
 def _is_among(t: T, tensors: Sequence[T | None]) -> bool:

@@ -7,6 +7,7 @@ On a GPU these operations become one launch after some more (`replayed`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from .refreshed import memory_is_ours
 T = torch.Tensor
 
 _OF_CONTENTS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+ALL = sys.maxsize  # results, as a number of them
 MOST_HELD = 2**24  # bytes of tensors that no input decides; more are computed each time
 
 
@@ -43,25 +45,17 @@ class Rerun:
         """Whether runs can be recorded, as far as is known."""
         return self._follows
 
-    def lent(self, names: Sequence[Hashable], found: Sequence[T]) -> replayed.Lent | None:
-        """What the latest run gave for now, by name; None where that is no graph's memory, and the caller's."""
-        _, recorded = self._known
-        replay = None if recorded is None else recorded.replay
-        if replay is None or found[0] is not replay.written[0]:  # a run that becomes a graph gives what it made before
-            return None
-        return replayed.Lent(replay, dict(zip(names, found, strict=False)))
-
     def __call__(
         self,
         inputs: Sequence[T | None],
         constants: tuple[Hashable, ...] = (),
         standing: Collection[int] = (),
-        for_now: bool = False,
+        for_now: int = 0,
     ) -> Sequence[T]:
         """What `compute` gives; other constants are another form, as other shapes are.
 
         standing: places of inputs that are the same tensors in every run; those may be written to. for_now: whoever
-        asks has read the results, on this stream and in this thread, before the next run is asked for.
+        asks has read so many of the results, on this stream and in this thread, before the next run is asked for.
         """
         told = [
             None if t is None
@@ -196,7 +190,7 @@ class _Recorded:
         return sum(t.nbytes for t in kept.values() if isinstance(t, T))
 
     def __call__(
-        self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: bool = False
+        self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: int = 0
     ) -> Sequence[T]:
         if self.replay is not None:
             return self.replay(inputs, for_now)

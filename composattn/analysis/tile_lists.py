@@ -34,7 +34,7 @@ from .derived import Derived, RefreshedTogether, behind, derives_anew, plain_ten
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_cache, version
-from .rerun import Rerun
+from .rerun import ALL, Rerun
 from .tiles import EMPTY, FULL, PARTIAL, kinds, useful_cuts
 
 T = torch.Tensor
@@ -259,7 +259,7 @@ class _OfThread(threading.local):
         kept, keeps = self.kept.value, may_cache()
         # for now: they are copied into what is kept, or a call reads them that keeps nothing
         with plain_tensors():
-            made = list(self.run(read, constants, standing, for_now=bool(kept) or not keeps))
+            made = list(self.run(read, constants, standing, for_now=ALL if kept or not keeps else 0))
         if not kept or not keeps:
             return made
         for old, new in zip(kept, made, strict=True):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....analysis.derived import Derived, Upkeep, behind, derived_anew, derives_anew, plain_tensors, value_of
 from ....analysis.program import Program
-from ....analysis.refreshed import distrusted, may_cache
+from ....analysis.refreshed import Moment, distrusted, may_cache
 from ....analysis.rerun import Rerun
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....call.sequences import NO_SEQUENCES, Sequences
@@ -110,16 +111,16 @@ class Reads:
         return found[self.captured.index(self.lists.captures[0])]
 
 
-def derives_for_itself() -> bool:
-    """Whether a call trusts nothing that was derived before, and no graph records it, which derives anew already."""
-    return distrusted() is not None and not derives_anew()
+def derives_for_itself() -> Moment | None:
+    """Stands for a call that trusts nothing that was derived before, where no graph records it, which derives anew."""
+    return None if derives_anew() else distrusted()
 
 
-class OneRun(threading.local):
+class OneRun:
     """All that a dense call's kernels read that comes from captured tensors, derived by one run: on a GPU one graph.
 
     For calls that trust nothing derived before, as those of compiled code: nobody asks what was written to, or where.
-    Each thread has its own: what the run gives lies in a graph's memory, to be read before the thread's next run.
+    A forward whose calls have a backward derives what that reads too, in the same run, into memory that waits for it.
     """
 
     def __init__(
@@ -135,20 +136,26 @@ class OneRun(threading.local):
         listed, of_lists = ((), ()) if reads.lists is None else (reads.lists.captures, reads.lists.sources)
         given = [*reads.program.captures, *self._derived, *of_lists, *(c for table in made for c in table.captures)]
         self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
-        at_call = {c: n for n, c in enumerate(reads.program.captures)}
-        self._given = [(c, at_call.get(c)) for c in self._sources]
+        self._at_call = {c: n for n, c in enumerate(reads.program.captures)}
         found = {c: n for n, c in enumerate([*self._derived, *listed])}
-        self._places = [(c, found.get(c), at_call.get(c)) for c in reads.captured]
-        self._run = Rerun(self._compute)
+        self._places = [(c, found.get(c), self._at_call.get(c)) for c in reads.captured]
+        self._size = len(found) + len(made)
+        self._backwards: tuple[OneRun, ...] = ()  # that came after a forward by this
+        self._alone = 0  # forwards since one came
+        self._own = _Runs()
 
     def __call__(
-        self, captured: Sequence[torch.Tensor], made: Mapping[Capture, torch.Tensor] | None = None
+        self, captured: Sequence[torch.Tensor], moment: Moment, made: Mapping[Capture, torch.Tensor] | None = None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
         """What the kernels read, in their order, and the work tables, of a call that gives these tensors.
 
-        made: what was made for it.
+        moment: the forward's, for its backward too. made: what was made for the call.
         """
-        found = self._found(captured)
+        found = moment.found.get(self)
+        if found is None:
+            found = self._found(captured, moment)
+        elif moment.first is not self:
+            moment.first._alone = 0
         reads = []
         for capture, of_run, at in self._places:
             if of_run is not None:
@@ -157,31 +164,67 @@ class OneRun(threading.local):
                 reads.append(made[capture])
             else:  # of what is derived and not of the run kernels read nothing
                 reads.append(capture.kept if at is None else captured[at])
-        own = iter(found[len(found) - len(self._made) :])
+        own = iter(found[self._size - len(self._made) :])
         tables = [next(own) if t in self._made else None if t is None else t(NO_SEQUENCES) for t in self._tables]
         return self._reads.given(reads), tuple(tables)
 
-    def _found(self, captured: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the run gives; a backward whose forward derived all of that takes it where it lies."""
-        moment = distrusted()
-        assert moment is not None
-        if moment.lent is not None and not self._made and self._reads.lists is None:
-            lent = moment.lent.find(self._derived)
-            if lent is not None:
-                return lent
+    def _found(self, captured: Sequence[torch.Tensor], moment: Moment) -> Sequence[torch.Tensor]:
+        """What the run gives, to be read before this thread's next one."""
+        if moment.first is None:
+            moment.first = self
+            self._alone += 1
+            if self._alone > MOST_ALONE:
+                self._backwards = ()
+        elif moment.first is not self:  # a backward of which the forward did not know
+            moment.first._followed_by(self)
+        runs = self, *self._backwards
+        known = self._own.known.get(runs)
+        if known is None:
+            sources = list(dict.fromkeys(c for run in runs for c in run._sources))
+            given = [(c, self._at_call.get(c)) for c in sources]
+            known = self._own.known[runs] = given, Rerun(partial(_together, runs, sources))
+        given, run = known
         with plain_tensors():
-            found = self._run([c.tensor if at is None else captured[at] for c, at in self._given], for_now=True)
-        moment.lent = self._run.lent(self._derived, found)
-        return found
+            found = run([c.tensor if at is None else captured[at] for c, at in given], for_now=self._size)
+        first = self._size
+        for backward in self._backwards:
+            moment.found[backward] = found[first : first + backward._size]
+            first += backward._size
+        return found[: self._size]
 
-    def _compute(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        at_call, lists = dict(zip(self._sources, inputs, strict=True)), self._reads.lists
-        with derived_anew(self._sources, inputs):
-            found = [c.tensor for c in self._derived]
-            listed = [] if lists is None else lists.of_call(at_call)
-            counts = listed[0] if listed else None
-            made = [t.of_call(at_call, NO_SEQUENCES, counts if t is self._counted else None) for t in self._made]
+    def _followed_by(self, backward: OneRun) -> None:
+        """From now on forwards derive what this one reads as well."""
+        if backward not in self._backwards and backward._at_call.keys() == self._at_call.keys():
+            self._backwards, self._alone = (*self._backwards[-MOST_BACKWARDS + 1 :], backward), 0
+
+    def derived_from(self, at_call: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
+        """What comes from the tensors of a call, which derives anew."""
+        lists = self._reads.lists
+        found = [c.tensor for c in self._derived]
+        listed = [] if lists is None else lists.of_call(at_call)
+        counts = listed[0] if listed else None
+        made = [t.of_call(at_call, NO_SEQUENCES, counts if t is self._counted else None) for t in self._made]
         return [*found, *listed, *made]
+
+
+MOST_ALONE = 256  # forwards without a backward, of all layers, and they derive nothing for one any more
+MOST_BACKWARDS = 4  # kinds that one forward has: with a gradient of LSE and without, of other captured tensors
+
+
+class _Runs(threading.local):
+    """Each thread has its own: what a run gives lies in a graph's memory, to be read before the thread's next run."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[OneRun, ...], tuple[list[tuple[Capture, int | None]], Rerun]] = {}
+
+
+def _together(
+    runs: Sequence[OneRun], sources: Sequence[Capture], inputs: Sequence[Any]
+) -> list[torch.Tensor]:
+    """What each of these derives."""
+    at_call = dict(zip(sources, inputs, strict=True))
+    with derived_anew(sources, inputs):
+        return [t for run in runs for t in run.derived_from(at_call)]
 
 
 class Standing:

@@ -193,8 +193,9 @@ class ForwardLauncher:
             with borrowed:
                 return self._read(q, captured, scalars, sequences, None)
         with derived_for_graph(self.reads.program.captures, captured):
-            if self.one_run is not None and derives_for_itself():
-                reads, (work,) = self.one_run(captured)
+            moment = None if self.one_run is None else derives_for_itself()
+            if self.one_run is not None and moment is not None:
+                reads, (work,) = self.one_run(captured, moment)
                 return reads, work
             reads = self.reads(captured, scalars, sequences)
             work = None if self.plan.work is None else self._work(q, captured, reads, sequences)

@@ -214,8 +214,9 @@ class BackwardLauncher:
     ) -> tuple[tuple[torch.Tensor, ...], Tables]:
         """What the mods read, and the tables."""
         with derived_for_graph(self.reads.program.captures, captured):
-            if self.one_run is not None and derives_for_itself():
-                reads, (of_queries, of_keys) = self.one_run(captured, made)
+            moment = None if self.one_run is None else derives_for_itself()
+            if self.one_run is not None and moment is not None:
+                reads, (of_queries, of_keys) = self.one_run(captured, moment, made)
                 return reads, (of_queries, of_keys)
             reads = self.reads(captured, scalars, sequences, made) if self.reads.captured else ()
             tables = self._work(q, k, sequences, reads, captured) if self.has_tables else NO_TABLES
