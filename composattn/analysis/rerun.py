@@ -189,9 +189,7 @@ class _Recorded:
         kept = {id(t): t for step, _ in self.steps for t in _leaves([*step.args, *step.kwargs.values()])}
         return sum(t.nbytes for t in kept.values() if isinstance(t, T))
 
-    def __call__(
-        self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: int = 0
-    ) -> Sequence[T]:
+    def __call__(self, inputs: Sequence[T | None], standing: Collection[int] = (), for_now: int = 0) -> Sequence[T]:
         if self.replay is not None:
             return self.replay(inputs, for_now)
         found = self._run(inputs)

@@ -22,7 +22,7 @@ from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
-from ..graph.borrowed import Borrowed, borrowed_again, current
+from ..graph.borrowed import Borrowed, BorrowedCapture, borrowed_again, current
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
@@ -111,6 +111,9 @@ class ReferenceCall:
         return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
 
     def fast_path(self, inputs: Inputs) -> None:
+        return None
+
+    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
         return None
 
     def begin(

@@ -33,7 +33,7 @@ from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
-from ..graph.borrowed import Borrowed, borrowed_again
+from ..graph.borrowed import Borrowed, BorrowedCapture, borrowed_again
 from ..graph.evaluate import evaluate
 from ..graph.expr import Capture, Expr, const
 from ..graph.gradient import derivative, partials
@@ -97,6 +97,9 @@ class StreamingCall:
         return _attention(self.mods, *inputs[:3], inputs.sequences)
 
     def fast_path(self, inputs: Inputs) -> None:
+        return None
+
+    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
         return None
 
     def begin(

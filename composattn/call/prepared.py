@@ -8,14 +8,36 @@ from typing import Protocol
 import torch
 
 from ..analysis.program import Program
-from ..graph.borrowed import Borrowed
-from .autograd import Differentiable
+from ..analysis.refreshed import Moment
+from ..graph.borrowed import Borrowed, BorrowedCapture
+from .autograd import Differentiable, Gradients
 from .inputs import Asked, Inputs, Outputs
 from .problem import Problem
 from .sequences import NO_SEQUENCES, Sequences
 
+T = torch.Tensor
 FastPath = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borrowed | None], torch.Tensor | None]
 """(q, k, v, what the call borrows) → out, of inputs of one form; None where the call has to go its whole way."""
+
+
+class OperatorPath(Protocol):
+    """A dense call of operators, of tensors of one form each, known by that.
+
+    `moment` stands for the forward, which trusts nothing that was derived before; its backward reads what it derived.
+    """
+
+    def forward(
+        self, q: T, k: T, v: T, captured: Sequence[T], moment: Moment
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(out, lse); None where the call has to go its whole way."""
+
+    def backward(
+        self, q: T, k: T, v: T, out: T, lse: T, dout: T, captured: Sequence[T], moment: Moment
+    ) -> Gradients | None:
+        """(dq, dk, dv); None where the backward has to go its whole way."""
+
+    def learn_backward(self, q: T, k: T, v: T, out: T, dout: T, captured: Sequence[T]) -> None:
+        """From now on such backwards, of which one just went its whole way, go this one, if they can."""
 
 
 class PreparedCall(Protocol):
@@ -38,6 +60,9 @@ class PreparedCall(Protocol):
 
     def fast_path(self, inputs: Inputs) -> FastPath | None:
         """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
+
+    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> OperatorPath | None:
+        """A path for operators that are given inputs of the form of these, and captured tensors for these captures."""
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -37,6 +37,7 @@ from ..analysis.refreshed import Moment, distrusting, no_caching
 from ..call.autograd import BackwardInputs, Differentiable, autocast_off
 from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
+from ..call.prepared import OperatorPath
 from ..call.problem import Problem
 from ..call.sequences import HINTS
 from ..call.strides import ordered
@@ -48,6 +49,7 @@ from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_reads
 from .gradient_operator import differentiable, gradient_of, in_order
+from .operator_paths import learn, may_be_taken, path_of
 from .operator_plans import OperatorPlan, plan_in_use
 from .plan_cache import made_plan
 from .planned import Planned, asked_of, refuse_gradient
@@ -216,7 +218,14 @@ def attend(
     """(out, lse, max_scores, saved), max_scores empty unless asked for; see the file's head."""
     if copies.made:
         refuse_outdated(captured)
-    now = Moment()
+    now, path = Moment(), None
+    is_dense = plan < 0 and len(hints) == HINTS and not with_max and lengths[0] is None and lengths[4] is None
+    if is_dense:
+        path = path_of(form, q, k, v, captured)
+        by_path = None if path is None else path.forward(q, k, v, captured, now)
+        if by_path is not None:
+            saved = _told(_saved(q, 0), _Said(now, Lay((*captured, *lengths)), path=path))
+            return *by_path, q.new_empty(0, dtype=torch.float32), saved
     with derived_for_graph():
         inputs = Inputs.unflatten(q, k, v, lengths, hints)
         check_contents(inputs)
@@ -232,8 +241,9 @@ def attend(
     saved = _saved(q, len(hints) - HINTS)
     if numbers:
         saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    said = _Said(now, Lay((*captured, *lengths)), bound.plan if len(hints) == HINTS else None)
-    saved.untyped_storage().composattn_of = said  # type: ignore[attr-defined]
+    if is_dense and bound.plan is not None:
+        learn(form, bound.plan, inputs, captured)
+    _told(saved, _Said(now, Lay((*captured, *lengths)), bound.plan if len(hints) == HINTS else None))
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     dtype = planned.options.out_dtype or q.dtype
     return in_order(out.to(dtype), q), lse, max_scores, saved
@@ -267,10 +277,16 @@ def attend_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
+    said = _forward_of(saved)
+    path = None
+    if said is not None:
+        said.lay.refuse_moved((*captured, *lengths))
+        path = said.path if grad_lse is None and True not in wanted[3:] and may_be_taken() else None
+    if said is not None and path is not None:
+        by_path = path.backward(q, k, v, out, lse, grad_out, captured, said.now)
+        if by_path is not None:
+            return [g for g, want in zip(by_path, wanted, strict=False) if want]
     with derived_for_graph():
-        said = _forward_of(saved)
-        if said is not None:
-            said.lay.refuse_moved((*captured, *lengths))
         since = None if said is None else said.now
         bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, since)
         with bound.around, autocast_off(q):
@@ -283,6 +299,8 @@ def attend_backward(
             of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
             with no_caching():
                 found = call.backward(BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, *of_call))
+    if path is not None:
+        path.learn_backward(q, k, v, out, grad_out, captured)
     of_captures = dict(zip(captures, found[3:], strict=True))
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]
@@ -310,11 +328,13 @@ def _differentiable(
 class _Said:
     """What a forward says to its backward, which holds none of its tensors."""
 
-    __slots__ = ("_plan", "lay", "now")
+    __slots__ = ("_plan", "lay", "now", "path")
 
-    def __init__(self, now: Moment, lay: Lay, plan: OperatorPlan | None) -> None:
-        """`plan`: the forward's, where nothing but tensors is read."""
-        self.now, self.lay, self._plan = now, lay, plan
+    def __init__(
+        self, now: Moment, lay: Lay, plan: OperatorPlan | None = None, path: OperatorPath | None = None
+    ) -> None:
+        """`plan`: the forward's, where nothing but tensors is read; `path`: the one that it took."""
+        self.now, self.lay, self._plan, self.path = now, lay, plan, path
 
     def bound_again(self, captured: Sequence[torch.Tensor]) -> OperatorCall | None:
         """The backward's call by the plan of its forward, where no other call uses that now."""
@@ -322,6 +342,12 @@ class _Said:
         if plan is None or active() or not plan.fits(captured) or not plan.begin():
             return None
         return _using(plan, captured, self.now)
+
+
+def _told(saved: torch.Tensor, said: _Said) -> torch.Tensor:
+    """`saved`, with what the forward says."""
+    saved.untyped_storage().composattn_of = said  # type: ignore[attr-defined]
+    return saved
 
 
 def _forward_of(saved: torch.Tensor) -> _Said | None:

@@ -28,6 +28,11 @@ def of_these_forms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callabl
     return lambda q, k, v: is_q(q) and is_k(k) and is_v(v)
 
 
+def of_several_forms(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """`of_the_form` for tensors that are given at once, no two of them the same one: others are not."""
+    return _check_of(*tensors)
+
+
 def _check_of(*tensors: torch.Tensor) -> Callable[..., bool]:
     made: Any = TensorGuards  # torch annotates one without tensors
     return made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from ....call.prepared import PreparedCall
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
-from ....graph.borrowed import Borrowed
+from ....graph.borrowed import Borrowed, BorrowedCapture
 from ....graph.expr import Capture
 from ..tiles.target import Target
 from .posed import Apart, Part
@@ -69,6 +69,9 @@ class CallApart:
 
     def fast_path(self, inputs: Inputs) -> None:
         """None: what a fast path knows is of one launch."""
+
+    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
+        """None: what such a path knows is of one launch, too."""
 
     def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
         return [kernel for call in self.calls for kernel in call.kernels(asked, gradient)]

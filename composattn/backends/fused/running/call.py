@@ -11,9 +11,11 @@ from ....analysis.graphs import numbers_now
 from ....call.autograd import attend
 from ....call.inputs import Asked, Inputs, Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
+from ....graph.borrowed import BorrowedCapture
 from ..planning.plan_backward import backward_of
 from ..tiles.architecture import architecture_of
 from .bound_call import BoundCall, is_bindable
+from .bound_operator import BoundOperator, bound_operator
 from .kernels import FusedAttend, FusedKernels
 
 
@@ -24,6 +26,10 @@ class FusedCall(FusedKernels):
         """The call of inputs of the form of these alone, of which all is known that can be."""
         q, k, v, _, _ = inputs
         return BoundCall(self, q, k, v) if self._is_dense and is_bindable(q, k, v) else None
+
+    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> BoundOperator | None:
+        """The call by operators of inputs of the form of these, of which all is known that can be."""
+        return bound_operator(self, *inputs[:3], captures) if self._is_dense else None
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         q, k, v, _, _ = inputs

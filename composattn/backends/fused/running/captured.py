@@ -218,9 +218,7 @@ class _Runs(threading.local):
         self.known: dict[tuple[OneRun, ...], tuple[list[tuple[Capture, int | None]], Rerun]] = {}
 
 
-def _together(
-    runs: Sequence[OneRun], sources: Sequence[Capture], inputs: Sequence[Any]
-) -> list[torch.Tensor]:
+def _together(runs: Sequence[OneRun], sources: Sequence[Capture], inputs: Sequence[Any]) -> list[torch.Tensor]:
     """What each of these derives."""
     at_call = dict(zip(sources, inputs, strict=True))
     with derived_anew(sources, inputs):

@@ -116,6 +116,23 @@ class ForwardLauncher:
                 reads, work = self._read(q, given, numbers, lie, borrowed)
             else:
                 reads, (work,) = self.reads.given(given) if self.reads.has_numbers else given, found
+        self.issue(q, k, v, out, lse, max_scores, scale, reads, numbers, lie, work)
+
+    def issue(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        max_scores: torch.Tensor | None,
+        scale: float,
+        reads: Sequence[torch.Tensor],
+        numbers: Sequence[float | int],
+        lie: Sequences,
+        work: torch.Tensor | None,
+    ) -> None:
+        """Launches, on the current device, what computes with these `reads` by this table of tiles."""
         if k.dtype is not self.key_type:  # 8 bits, of which the plan wants 16
             k, v = dequantised(k, v, self.plan.target, self.key_type, self.kernel_of)
         captured, scalars, sequences = tuple(reads) or None, tuple(numbers) or None, None if self.is_dense else lie
