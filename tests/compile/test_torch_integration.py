@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
 from composattn.mods import causal
@@ -77,6 +78,33 @@ def test_packed_sequences_and_pages_compile_whole() -> None:
     with torch.no_grad():
         tensors = (pages.q, pages.k, pages.v)
         assert torch.equal(compiled(*tensors, paged=pages.paged), forward(*tensors, paged=pages.paged))
+
+
+@pytest.mark.parametrize("way", ["mask", "blocks"])
+def test_compiled_steps_with_a_new_mask_each(way: str, generator: torch.Generator) -> None:
+    """From the third step on operators know the call by its forms, and a backward reads what its forward derived."""
+
+    def mask_of(ids: torch.Tensor) -> Any:
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+    def by_mask(q: Any, k: Any, v: Any, ids: torch.Tensor) -> Any:
+        return ca.attention(q, k, v, mask_mod=mask_of(ids), backend="hopper-emulated")
+
+    def by_blocks(q: Any, k: Any, v: Any, blocks: Any) -> Any:
+        return ca.flex_attention(q, k, v, block_mask=blocks, backend="hopper-emulated")
+
+    def gradients(attend: Any, of: Any) -> list[torch.Tensor]:
+        out = attend(*inputs, of)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    compiled = torch.compile(by_mask if way == "mask" else by_blocks, fullgraph=True, backend="aot_eager")
+    inputs, dout = draw(generator), draw(generator)[0]
+    for _ in range(4):
+        ids = torch.randint(0, 3, (100,), generator=generator)
+        blocks = create_block_mask(mask_of(ids), None, None, 100, 100, device="cpu")
+        found = gradients(compiled, ids if way == "mask" else blocks)
+        for got, want in zip(found, gradients(by_mask, ids), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])

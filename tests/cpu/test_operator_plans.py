@@ -18,7 +18,7 @@ from composattn.analysis.rerun import Rerun
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments, PreprocessArguments
 from composattn.backends.fused.running import captured
 from composattn.call.sequences import flatten
-from composattn.dispatch import operator_plans, operators
+from composattn.dispatch import operator_paths, operator_plans, operators
 from composattn.mods import causal
 from tests.cpu.test_host_work import MASKS
 
@@ -51,6 +51,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(matches, "derives_anew", lambda: True)
     monkeypatch.setattr(replayed, "_turns", {})
     monkeypatch.setattr(operator_plans, "_plans", OrderedDict())
+    monkeypatch.setattr(operator_paths, "_paths", OrderedDict())
     monkeypatch.setattr(Graph, "replays", 0)
     torch._dynamo.reset()
     yield
@@ -131,6 +132,7 @@ def test_a_new_block_mask_in_each_compiled_step_is_one_replay_for_both_direction
         replays = Graph.replays - before
         with pytest.MonkeyPatch.context() as anew:
             anew.setattr(operator_plans, "_plans", OrderedDict())
+            anew.setattr(operator_paths, "_paths", OrderedDict())
             assert_same(found, other(noted, blocks_of(n, size.length)))
     assert replays == 1
 

@@ -184,8 +184,9 @@ class OneRun:
             given = [(c, self._at_call.get(c)) for c in sources]
             known = self._own.known[runs] = given, Rerun(partial(_together, runs, sources))
         given, run = known
+        inputs = [c.tensor if at is None else captured[at] for c, at in given]
         with plain_tensors():
-            found = run([c.tensor if at is None else captured[at] for c, at in given], for_now=self._size)
+            found = run.again(inputs, self._size) or run(inputs, for_now=self._size)
         first = self._size
         for backward in self._backwards:
             moment.found[backward] = found[first : first + backward._size]
