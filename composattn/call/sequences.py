@@ -197,7 +197,12 @@ def flatten(varlen: Varlen | None, paged: Paged | None) -> tuple[list[torch.Tens
     return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
 
 
-HINTS = 3  # numbers that `flatten` gives; others may follow them
+LENGTHS, HINTS = 6, 3  # tensors and numbers that `flatten` gives; other numbers may follow
+
+
+def say_dense(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> bool:
+    """Whether these are what `flatten` gives of dense calls, and nothing behind it."""
+    return len(numbers) == HINTS and [t is None for t in tensors] == [True] * LENGTHS
 
 
 def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:

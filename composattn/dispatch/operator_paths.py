@@ -46,9 +46,15 @@ def may_be_taken() -> bool:
 def learn(form: str, plan: OperatorPlan, inputs: Inputs, captured: Sequence[torch.Tensor]) -> None:
     """From now on calls of this text, and of these forms, take the path of this plan, if it has one."""
     tensors = *inputs[:3], *captured
-    if plan.planned.hangs_on_contents or len({t._cdata for t in tensors}) < len(tensors) or not may_be_taken():
+    planned = plan.planned
+    if (
+        planned.hangs_on_contents
+        or planned.options.out_dtype is not None
+        or len({t._cdata for t in tensors}) < len(tensors)
+        or not may_be_taken()
+    ):
         return
-    path = plan.planned.prepared(inputs).operator_path(inputs, plan.captures)
+    path = planned.prepared(inputs).operator_path(inputs, plan.captures)
     if path is not None:
         known = _paths.pop(form, ())
         _paths[form] = ((of_several_forms(*tensors), path), *known[: _KINDS - 1])

@@ -39,7 +39,7 @@ from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Asked, Inputs
 from ..call.prepared import OperatorPath
 from ..call.problem import Problem
-from ..call.sequences import HINTS
+from ..call.sequences import HINTS, say_dense
 from ..call.strides import ordered
 from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies
@@ -218,14 +218,29 @@ def attend(
     """(out, lse, max_scores, saved), max_scores empty unless asked for; see the file's head."""
     if copies.made:
         refuse_outdated(captured)
-    now, path = Moment(), None
-    is_dense = plan < 0 and len(hints) == HINTS and not with_max and lengths[0] is None and lengths[4] is None
-    if is_dense:
-        path = path_of(form, q, k, v, captured)
-        by_path = None if path is None else path.forward(q, k, v, captured, now)
-        if by_path is not None:
-            saved = _told(_saved(q, 0), _Said(now, Lay((*captured, *lengths)), path=path))
-            return *by_path, q.new_empty(0, dtype=torch.float32), saved
+    now, dense = Moment(), plan < 0 and not with_max and say_dense(lengths, hints)
+    path = path_of(form, q, k, v, captured) if dense else None
+    found = None if path is None else path.forward(q, k, v, captured, now)
+    if found is not None:
+        saved = _told(_saved(q, 0), _Said(now, Lay((*captured, *lengths)), path=path))
+        return *found, q.new_empty(0, dtype=torch.float32), saved
+    return _attended(q, k, v, captured, lengths, hints, form, plan, with_max, now, dense)
+
+
+def _attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
+    form: str,
+    plan: int,
+    with_max: bool,
+    now: Moment,
+    learns: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attend` by the whole way. `learns`: whether calls of these forms may take a path of their own from now on."""
     with derived_for_graph():
         inputs = Inputs.unflatten(q, k, v, lengths, hints)
         check_contents(inputs)
@@ -241,9 +256,9 @@ def attend(
     saved = _saved(q, len(hints) - HINTS)
     if numbers:
         saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    if is_dense and bound.plan is not None:
-        learn(form, bound.plan, inputs, captured)
     _told(saved, _Said(now, Lay((*captured, *lengths)), bound.plan if len(hints) == HINTS else None))
+    if learns and bound.plan is not None:
+        learn(form, bound.plan, inputs, captured)
     max_scores = top if with_max and top is not None else lse.new_empty(0)
     dtype = planned.options.out_dtype or q.dtype
     return in_order(out.to(dtype), q), lse, max_scores, saved
@@ -277,15 +292,40 @@ def attend_backward(
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `captured` that are wanted."""
-    said = _forward_of(saved)
-    path = None
+    said, path = _forward_of(saved), None
     if said is not None:
         said.lay.refuse_moved((*captured, *lengths))
         path = said.path if grad_lse is None and True not in wanted[3:] and may_be_taken() else None
+    found = None
     if said is not None and path is not None:
-        by_path = path.backward(q, k, v, out, lse, grad_out, captured, said.now)
-        if by_path is not None:
-            return [g for g, want in zip(by_path, wanted, strict=False) if want]
+        found = path.backward(q, k, v, out, lse, grad_out, captured, said.now)
+    if found is not None:
+        return [g for g, want in zip(found, wanted, strict=False) if want]
+    given = grad_out, grad_lse, q, k, v, captured, out, lse, saved, lengths, hints, form, plan, wanted
+    grads = _differentiated(*given, said)
+    if path is not None:
+        path.learn_backward(q, k, v, out, grad_out, captured)
+    return grads
+
+
+def _differentiated(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captured: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    saved: torch.Tensor,
+    lengths: Sequence[torch.Tensor | None],
+    hints: Sequence[int],
+    form: str,
+    plan: int,
+    wanted: Sequence[bool],
+    said: _Said | None,
+) -> list[torch.Tensor]:
+    """`attend_backward` by the whole way."""
     with derived_for_graph():
         since = None if said is None else said.now
         bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, since)
@@ -299,8 +339,6 @@ def attend_backward(
             of_call = read, (*wanted[:3], *(asked.get(c, False) for c in captures))
             with no_caching():
                 found = call.backward(BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, *of_call))
-    if path is not None:
-        path.learn_backward(q, k, v, out, grad_out, captured)
     of_captures = dict(zip(captures, found[3:], strict=True))
     # a tensor that is there twice gets its gradient once
     grads = [*found[:3], *(of_captures.pop(c, None) for c in bound.leaves)]

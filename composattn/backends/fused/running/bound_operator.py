@@ -17,6 +17,7 @@ from ....analysis.streams import device_number, has_streams
 from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES
 from ....graph.borrowed import Borrowed, BorrowedCapture
+from ....graph.expr import Capture
 from ....graph.forms import of_several_forms
 from ..tiles.work import WorkTables
 from .bound_call import is_bindable, memory_of
@@ -36,7 +37,7 @@ class BoundOperator:
     def __init__(self, call: FusedKernels, q: T, v: T, captures: tuple[BorrowedCapture, ...]) -> None:
         """`captures`: what the mods read the tensors of a call by, in its order."""
         self._call, self._captures = call, captures
-        at = {capture: n for n, capture in enumerate(captures)}
+        at: dict[Capture, int] = {capture: n for n, capture in enumerate(captures)}
         # what is derived of them is not given
         self._at = [(c, None if isinstance(c, Derived) else at[c]) for c in call.program.captures]
         self._launcher = call.launcher(True)
