@@ -159,7 +159,7 @@ class Replay:
             apart = enumerate(self.given[for_now:], start=for_now)
             copies = self._given_out[for_now] = _by_type((n, memory) for n, (memory, stands) in apart if not stands)
         for memories, places in copies:
-            own = [_memory_like(memory) for memory in memories]
+            own = [torch.empty_like(m) if m.is_contiguous() else _memory_like(m) for m in memories]
             torch._foreach_copy_(own, memories)
             for n, memory in zip(places, own, strict=True):
                 found[n] = memory

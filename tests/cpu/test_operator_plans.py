@@ -276,6 +276,34 @@ def test_forwards_that_have_no_backward_any_more_derive_nothing_for_one(
     assert made[-1] == forward
 
 
+def test_steps_of_known_forms_do_not_go_the_whole_way(noted: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[str] = []
+
+    def counted(name: str) -> None:
+        run = getattr(operators, name)
+        monkeypatch.setattr(operators, name, lambda *given: (whole.append(name), run(*given))[1])
+
+    counted("_attended")
+    counted("_differentiated")
+    _, compiled = documents_layer()
+
+    def went(*of: Any) -> list[str]:
+        whole.clear()
+        compiled(noted, *of)
+        return list(whole)
+
+    ids = [torch.arange(300) // n for n in range(7, 12)]
+    # torch watches the first step, by a mode; the second is the first of its forms, and teaches the forward's
+    assert [went(of) for of in ids][-2:] == [[], []]
+    with ca.debug_checks(True):
+        assert went(ids[0]) == ["_attended", "_differentiated"]
+    assert went(ids[1]) == []
+    out = compiled.attend(*compiled.inputs, ids[2])
+    ids[2].data = ids[2] + 1
+    with pytest.raises(RuntimeError, match="other memory"):
+        torch.autograd.grad(out, compiled.inputs, compiled.dout)
+
+
 def test_a_call_that_records_nothing_goes_straight_to_the_operators_function(monkeypatch: pytest.MonkeyPatch) -> None:
     by_torch: list[str] = []
 

@@ -142,7 +142,7 @@ class OneRun:
         self._size = len(found) + len(made)
         self._backwards: tuple[OneRun, ...] = ()  # that came after a forward by this
         self._alone = 0  # forwards since one came
-        self._own = _Runs()
+        self._own = _Run()
 
     def __call__(
         self, captured: Sequence[torch.Tensor], moment: Moment, made: Mapping[Capture, torch.Tensor] | None = None
@@ -177,26 +177,27 @@ class OneRun:
                 self._backwards = ()
         elif moment.first is not self:  # a backward of which the forward did not know
             moment.first._followed_by(self)
-        runs = self, *self._backwards
-        known = self._own.known.get(runs)
-        if known is None:
+        backwards, own = self._backwards, self._own
+        runs = self, *backwards
+        if own.of != runs:
             sources = list(dict.fromkeys(c for run in runs for c in run._sources))
-            given = [(c, self._at_call.get(c)) for c in sources]
-            known = self._own.known[runs] = given, Rerun(partial(_together, runs, sources))
-        given, run = known
+            own.given = [(c, self._at_call.get(c)) for c in sources]
+            own.of, own.run = runs, Rerun(partial(_together, runs, sources))
+        given, run = own.given, own.run
         inputs = [c.tensor if at is None else captured[at] for c, at in given]
         with plain_tensors():
             found = run.again(inputs, self._size) or run(inputs, for_now=self._size)
         first = self._size
-        for backward in self._backwards:
+        for backward in backwards:
             moment.found[backward] = found[first : first + backward._size]
             first += backward._size
         return found[: self._size]
 
     def _followed_by(self, backward: OneRun) -> None:
         """From now on forwards derive what this one reads as well."""
-        if backward not in self._backwards and backward._at_call.keys() == self._at_call.keys():
-            self._backwards, self._alone = (*self._backwards[-MOST_BACKWARDS + 1 :], backward), 0
+        knows = backward in self._backwards or len(self._backwards) == MOST_BACKWARDS
+        if not knows and backward._at_call.keys() == self._at_call.keys():
+            self._backwards, self._alone = (*self._backwards, backward), 0
 
     def derived_from(self, at_call: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
         """What comes from the tensors of a call, which derives anew."""
@@ -212,11 +213,12 @@ MOST_ALONE = 256  # forwards without a backward, of all layers, and they derive 
 MOST_BACKWARDS = 4  # kinds that one forward has: with a gradient of LSE and without, of other captured tensors
 
 
-class _Runs(threading.local):
+class _Run(threading.local):
     """Each thread has its own: what a run gives lies in a graph's memory, to be read before the thread's next run."""
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[OneRun, ...], tuple[list[tuple[Capture, int | None]], Rerun]] = {}
+    of: tuple[OneRun, ...] = ()  # what is derived together
+    given: list[tuple[Capture, int | None]]  # from what, and where a call has that
+    run: Rerun
 
 
 def _together(runs: Sequence[OneRun], sources: Sequence[Capture], inputs: Sequence[Any]) -> list[torch.Tensor]:
