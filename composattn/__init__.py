@@ -1,5 +1,7 @@
 """composattn: attention that you compose. Write masks and score mods in Python, get one exact fused kernel."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from . import backends, errors, mods, nn
 from .api import Attention, attention
 from .call.block_sparse import BlockSparse
@@ -27,6 +29,16 @@ score = Score.of
 
 scalar = Scalar
 """`ca.scalar(x)`: a run-time number in a mod; a new `.value` never recompiles."""
+
+if not TYPE_CHECKING:  # to a type checker each name would be there
+
+    def __getattr__(name: str) -> NoReturn:
+        """Says where a name is that is sought here: a ready mod, or a module that is not imported with the package."""
+        found = {"testing": "import composattn.testing", "integrations": "import composattn.integrations.NAME"}
+        found |= {mod: f"it is composattn.mods.{mod}" for mod in mods.__all__}
+        where = f"; {found[name]}" if name in found else ""
+        raise AttributeError(f"module 'composattn' has no attribute {name!r}{where}")
+
 
 __all__ = [
     "Attention",

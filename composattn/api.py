@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .backends import multiplies_eight_bits
-from .call.checks import refuse_keywords
+from .call.checks import refuse_arguments
 from .call.eight_bits import Quantized
 from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from .call.quantized import in_eight_bits
@@ -79,7 +79,7 @@ class Attention(Pinned):
 
     def __init__(
         self,
-        *,
+        *surplus: Any,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
         sinks: Tensor | None = None,
@@ -91,7 +91,7 @@ class Attention(Pinned):
         schedule: Schedule | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_keywords(unknown)
+        refuse_arguments(surplus, unknown)
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
@@ -115,7 +115,7 @@ class Attention(Pinned):
         q: Given,
         k: Given,
         v: Given,
-        *,
+        *surplus: Any,
         return_lse: bool = False,
         return_max_scores: bool = False,
         varlen: Varlen | None = None,
@@ -144,8 +144,8 @@ class Attention(Pinned):
         Raises: the `InvalidArgument`s, `CapturedIndexOutOfRange`, `CapturedTensorChanged`, `BackendUnavailable`,
         `GradientUnsupported`.
         """
-        if unknown:
-            refuse_keywords(unknown)
+        if len(surplus) + len(unknown):
+            refuse_arguments(surplus, unknown)
         asked = OUT_ALONE
         if return_lse is not False or return_max_scores is not False:
             asked = asked_for(return_lse, return_max_scores)
@@ -245,7 +245,7 @@ def attention(
     q: Given,
     k: Given,
     v: Given,
-    *,
+    *surplus: Any,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
@@ -285,8 +285,8 @@ def attention(
     S / block, 1); v's also for each channel, (B, Hkv, Dv). See `ca.Quantized`, which is a tensor with its scale, and
     `ca.quantize`.
     """
-    if unknown:
-        refuse_keywords(unknown)
+    if len(surplus) + len(unknown):
+        refuse_arguments(surplus, unknown)
     options = (scale, backend, deterministic, schedule)
     asked = OUT_ALONE
     if return_lse is not False or return_max_scores is not False:

@@ -224,6 +224,10 @@ class UnsupportedOption(InvalidArgument):
     """A value of an option, or an option of torch's flex_attention, that has no meaning here."""
 
 
+class UnnamedArgument(InvalidArgument, TypeError):
+    """An argument behind q, k and v that has to be passed by its name."""
+
+
 class UnknownKeyword(InvalidArgument, TypeError):
     """A keyword argument of another attention function."""
 

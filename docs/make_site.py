@@ -77,8 +77,8 @@ class Docstrings(griffe.Extension):
     ARGUMENTS = re.compile(r"^((?:\*{0,2}\w+)(?:, \w+)*): (.*)$")
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        if not obj.is_alias and obj.is_function:  # `**unknown` makes errors, and is no argument
-            obj.parameters = griffe.Parameters(*(p for p in obj.parameters if p.name != "unknown"))
+        if not obj.is_alias and obj.is_function:  # `*surplus, **unknown` make errors, and are no arguments
+            obj.parameters = griffe.Parameters(*(p for p in obj.parameters if p.name not in ("surplus", "unknown")))
         if not obj.is_alias and obj.docstring:
             obj.docstring.value = self.as_markdown(obj.docstring.value)
 

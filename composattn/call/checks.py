@@ -8,7 +8,8 @@ In use:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from types import TracebackType
 
@@ -67,13 +68,13 @@ _ELSEWHERE = {
     "is_causal": "write mask_mod=composattn.mods.causal()",
     "attn_mask": "write mask_mod=lambda b, h, q, kv: mask[b, h, q, kv], of floats score_mod=composattn.mods.bias(mask)",
     "block_mask": "call composattn.flex_attention, or write mask_mod=composattn.BlockSparse.from_block_mask(...)",
-    "dropout_p": "an Attention is made with its dropout: composattn.Attention(dropout_p=...)",
     "enable_gqa": "heads are shared wherever k has fewer than q; leave it out",
     "window_size": "write mask_mod=composattn.mods.sliding_window(...)",
     "softcap": "write score_mod=composattn.mods.softcap(...)",
     "alibi_slopes": "write score_mod=composattn.mods.alibi(slopes)",
     "softmax_scale": "it is called scale here",
     "causal": "write mask_mod=composattn.mods.causal()",
+    "cu_seqlens": "write varlen=composattn.Varlen(cu_seqlens)",
     "cu_seqlens_q": "write varlen=composattn.Varlen(cu_seqlens_q, cu_seqlens_k)",
     "page_table": "write paged=composattn.Paged(page_table, page_size, seqused)",
     "q_descale": "it is called q_scale here",
@@ -84,14 +85,28 @@ _ELSEWHERE = {
     "return_aux": "write return_lse=True, or call composattn.flex_attention",
     "kernel_options": "write schedule=composattn.Schedule(...)",
 }
+_MADE_WITH = (
+    "score_mod", "mask_mod", "sinks", "dropout_p", "dropout_seed", "scale", "backend", "deterministic", "schedule",
+)  # fmt: skip
+_ELSEWHERE |= {name: f"an Attention is made with it: composattn.Attention({name}=...)" for name in _MADE_WITH}
+_CALLED_WITH = (
+    "return_lse", "return_max_scores", "varlen", "paged", "context_parallel", "q_scale", "k_scale", "v_scale",
+    "out_dtype",
+)  # fmt: skip
+_ELSEWHERE |= {name: f"it belongs to the call: composattn.Attention(...)(q, k, v, {name}=...)" for name in _CALLED_WITH}
 
 
-def refuse_keywords(unknown: Iterable[str]) -> None:
-    """Raises `UnknownKeyword` for a keyword that attention() does not have, with what to write instead."""
-    for name in unknown:
-        raise errors.UnknownKeyword(
-            f"attention has no argument {name!r}; {_ELSEWHERE.get(name, 'see help(attention)')}"
+def refuse_arguments(surplus: Sequence[object], unknown: Iterable[str]) -> None:
+    """Raises `UnnamedArgument` for what stands behind q, k and v, `UnknownKeyword` for a name that is no argument."""
+    if surplus:
+        raise errors.UnnamedArgument(
+            f"a {type(surplus[0]).__name__} has no name here; only q, k and v of a call have none: "
+            "write mask_mod=..., score_mod=..., scale=..."
         )
+    for name in unknown:
+        near = difflib.get_close_matches(name, (*_MADE_WITH, *_CALLED_WITH), 1)
+        instead = _ELSEWHERE.get(name) or (f"was {near[0]} meant?" if near else "see help(composattn.attention)")
+        raise errors.UnknownKeyword(f"attention has no argument {name!r} here; {instead}")
 
 
 def check_blocks(tables: Iterable[Table]) -> None:

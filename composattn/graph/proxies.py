@@ -34,7 +34,7 @@ class Symbolic:
     def __bool__(self) -> bool:
         return refuse(
             errors.DataDependentBranch,
-            "a traced value has no truth value: `if`, `and`, `or`, `not`, `min()`, `max()` would depend on data; "
+            "a traced value has no truth value: `if`, `and`, `or`, `not`, `in`, `min()`, `max()` would depend on data; "
             "use torch.where(condition, yes, no), & | ~, torch.minimum and torch.maximum, "
             "and two comparisons for `a < x < b`",
         )
@@ -42,8 +42,8 @@ class Symbolic:
     def _no_number(self, *_: Any) -> Any:
         return refuse(
             errors.ScalarExtraction,
-            "a traced value is not a Python number: .item(), int(), float(), range() and list indices are refused; "
-            "keep it a tensor expression, and put lists into a captured tensor",
+            "a traced value is not a Python number: .item(), int(), float(), range(), functions of math and list "
+            "indices are refused; write torch's functions (torch.exp), and put lists into a captured tensor",
         )
 
     __array__ = __int__ = __float__ = __index__ = __complex__ = __len__ = __iter__ = item = tolist = numpy = _no_number

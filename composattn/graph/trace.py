@@ -154,7 +154,8 @@ def in_python(fn: Callable[..., Any], arguments: Sequence[Any], of_score: bool) 
 
 def _run(fn: Callable[..., Any], arguments: Sequence[Any], signature: str, runner: Runner) -> Any:
     if not callable(fn):
-        raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}")
+        join = "; join masks with & | ~, score mods with >> and +" if isinstance(fn, (list, tuple)) else ""
+        raise errors.WrongSignature(f"expected a callable {signature}, got {type(fn).__name__}{join}")
     wanted = len(arguments)
     n = arity(fn)
     if getattr(fn, "__annotations__", {}).get("return") in ("Mask", "Score") and n != wanted:
@@ -215,6 +216,9 @@ def _refuse_made_inside(expr: Expr, fn: Callable[..., Any]) -> None:
             )
 
 
+NUMPYS = "numpy's functions take numbers, and a mod is a formula; write torch's, as torch.exp"
+
+
 def _explain(error: Exception) -> None:
     """Raise what stands behind an error that left a mod, if it does not say so itself.
 
@@ -228,7 +232,8 @@ def _explain(error: Exception) -> None:
     elif isinstance(error, errors.ComposattnError):
         return
     elif isinstance(error, TypeError) or (isinstance(error, (RuntimeError, ValueError)) and _is_torchs(error)):
-        raise errors.UnsupportedOperation(str(error).partition("\n")[0], _line_of(error)) from error
+        words = NUMPYS if "__array_ufunc__" in str(error) else str(error).partition("\n")[0]
+        raise errors.UnsupportedOperation(words, _line_of(error)) from error
 
 
 def _is_torchs(error: BaseException) -> bool:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import composattn as ca
 from composattn import errors
-from composattn.call.checks import refuse_keywords
+from composattn.call.checks import refuse_arguments
 from composattn.call.sequences import unflatten
 from composattn.mods import masks, scores
 
@@ -156,7 +157,7 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "tiles-on-no-device": (errors.InvalidArgument, lambda: masks.causal().tiles(4, 4, device="nonsense")),
     "tiles-on-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(4, 4, device=1.5)),  # type: ignore[arg-type]
     "checks-that-are-text": (errors.UnsupportedOption, lambda: ca.debug_checks("no")),  # type: ignore[arg-type]
-    "a-keyword-of-sdpa": (errors.UnknownKeyword, lambda: refuse_keywords(["is_causal"])),
+    "a-keyword-of-sdpa": (errors.UnknownKeyword, lambda: refuse_arguments((), ["is_causal"])),
     "operator-with-short-lists": (errors.SequencesMismatch, lambda: unflatten([], [])),
     "jit-trace-of-a-call": (errors.UnsupportedTransform, lambda: torch.jit.trace(lambda q: call(q, q, q), (qkv()[0],))),
     "tile-is-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(16, 16, tile=16)),
@@ -219,7 +220,44 @@ def test_keywords_of_other_attention_functions_are_refused_with_what_to_write() 
     instead |= {"need_weights": "attention_weights", "key_padding_mask": "padding(real)"}
     for name, words in instead.items():
         with pytest.raises(TypeError, match=re.escape(words)):
-            refuse_keywords([name])
+            refuse_arguments((), [name])
+
+
+def test_what_stands_behind_q_k_and_v_is_asked_for_by_its_name() -> None:
+    for call in (ca.attention, ca.Attention(), ca.Attention):
+        with pytest.raises(errors.UnnamedArgument, match=r"a Mask has no name here; .*mask_mod="):
+            call(*qkv(), masks.causal()) if call is not ca.Attention else call(masks.causal())
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        ca.attention(*qkv()[:2])  # type: ignore[call-overload]
+
+
+def test_an_argument_at_the_wrong_place_or_nearly_named_is_told_where_it_belongs() -> None:
+    with pytest.raises(errors.UnknownKeyword, match=r"an Attention is made with it: composattn.Attention\(mask_mod="):
+        ca.Attention()(*qkv(), mask_mod=masks.causal())  # type: ignore[call-overload]
+    with pytest.raises(errors.UnknownKeyword, match=r"it belongs to the call: .*\(q, k, v, varlen="):
+        ca.Attention(varlen=None)
+    with pytest.raises(errors.UnknownKeyword, match="was mask_mod meant"):
+        ca.attention(*qkv(), mask=masks.causal())  # type: ignore[call-overload]
+    with pytest.raises(errors.UnknownKeyword, match=r"'nonsense' here; see help\(composattn.attention\)"):
+        ca.attention(*qkv(), nonsense=1)  # type: ignore[call-overload]
+
+
+def test_a_name_that_is_elsewhere_is_said_to_be_there() -> None:
+    sought = {"causal": "it is composattn.mods.causal", "testing": "import composattn.testing", "nowhere": "nowhere'$"}
+    for name, words in sought.items():
+        with pytest.raises(AttributeError, match=words):
+            ca.__getattr__(name)
+
+
+def test_functions_of_numbers_and_lists_of_masks_are_told_what_to_write() -> None:
+    with pytest.raises(errors.UnsupportedOperation, match=r"write torch's, as torch\.exp"):
+        ca.score(lambda s, b, h, q, kv: s + np.exp(q - kv))
+    with pytest.raises(errors.ScalarExtraction, match="functions of math"):
+        ca.score(lambda s, b, h, q, kv: s + math.exp(q - kv))
+    with pytest.raises(errors.DataDependentBranch, match="`in`"):
+        ca.mask(lambda b, h, q, kv: kv in [1, 2])
+    with pytest.raises(errors.WrongSignature, match="got list; join masks with & "):
+        ca.mask([masks.causal(), masks.sliding_window(4)])  # type: ignore[arg-type]
 
 
 def test_what_else_would_be_taken_is_said() -> None:
