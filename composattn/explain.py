@@ -20,6 +20,7 @@ from .backends.fused.tiles.architecture import planned_for
 from .backends.layouts import arrange
 from .call.inputs import Inputs
 from .call.problem import Problem, softmax_scale
+from .dispatch.captured import check_captures
 from .graph.expr import Dep, Expr, Rate, walk
 from .graph.gradient import derivative, partials
 from .graph.philox import factor_of
@@ -83,10 +84,12 @@ class Explanation:
 def explain(attn: Pinned, inputs: Inputs, *, emulate: bool = False) -> Explanation:
     """The explanation of a call: plans and compiles nothing; of the tensors it reads the sequences' lengths.
 
-    Backends that plan with no GPU are explained with CPU tensors too, as their GPU would run the call.
+    Backends that plan with no GPU are explained with CPU tensors too, as their GPU would run the call. Refuses what the
+    call refuses for what mods read.
     """
     problem = attn.problem(inputs)
     program = attn.program
+    check_captures(program, problem)
     backend, prepare, elsewhere = backends.to_explain(attn.options.backend, problem)
     call = prepare(problem.rounded, program, softmax_scale(attn.options.scale, problem.head_dim))
     lengths = _lengths(problem, inputs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 import composattn as ca
+from composattn import errors
 from composattn.call.inputs import Inputs
 from composattn.mods import alibi, causal, document, neighborhood, relative_bias, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
@@ -132,3 +135,12 @@ def test_says_what_a_call_is_rewritten_to_or_why_it_stays_as_it_is() -> None:
     assert "rewrites       strips: nothing, as each part would have the sinks" in sinks
     assert "strips, backward: nothing, as strips would take" in of_image(128, 18)
     assert "rewrites" not in explained(mask_mod=causal())
+
+
+def test_what_the_call_refuses_for_what_mods_read_is_refused() -> None:
+    q = torch.randn(1, 8, 64, 32)
+    for options in ({"score_mod": alibi(4)}, {"mask_mod": document(torch.zeros(10, dtype=torch.int64))}):
+        with pytest.raises(errors.ComposattnError) as of_call:
+            ca.attention(q, q, q, **options)  # type: ignore[call-overload]
+        with pytest.raises(type(of_call.value), match=re.escape(str(of_call.value))):
+            ca.Attention(**options).explain(q, q, q)  # type: ignore[arg-type]
