@@ -146,8 +146,8 @@ HEAD = """\
 <!-- Written by docs/make_gallery.py: change that and run it. -->
 
 Each picture is drawn from the mask or score mod below it. Rows are 64 queries, columns are 64 keys. Grey tiles are
-skipped. In blue tiles each pair is tested, and the dark cells are what a query sees. Green tiles are visible whole and
-run with no test. Which tile is what was found by the analysis of the function, not by looking at each pair.
+skipped. In blue tiles each pair is tested, and the stronger blue is what a query sees. Green tiles are visible whole
+and run with no test. Which tile is what was found by the analysis of the function, not by looking at each pair.
 
 Speeds are of masks of the same form in the kept benchmark runs: bf16, D 128, 8192 queries and keys, TFLOP/s of the
 visible pairs. "Ours to it" is ours over the fastest other implementation of the same run: above 1×, ours is faster.

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import composattn as ca
-from composattn.analysis.drawing import GREEN, HIDDEN, INK, ORANGE, PALE, PAPER, SEEN, TESTED, WHOLE, Drawing
+from composattn.analysis.drawing import GREEN, HIDDEN, INK, ORANGE, PALE, PAPER, RED, SEEN, TESTED, WHOLE, Drawing
 from composattn.graph.expr import Expr, Rate, walk
 from composattn.mods import causal
 
@@ -27,7 +27,7 @@ COLOURS = {
     Rate.HEAD: ORANGE,
     Rate.ROW: GREEN,
     Rate.COLUMN: TESTED,
-    Rate.ELEMENT: "#f6d5d5",
+    Rate.ELEMENT: RED,
 }
 SIGNS = {"sub": "−", "mul": "×", "add": "+", "ge": "≥", "lt": "<", "and": "and", "or": "or"}
 

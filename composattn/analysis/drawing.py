@@ -14,10 +14,10 @@ import torch
 INK, PALE = "#1f2933", "#6b7785"
 PAPER, HIDDEN = "#ffffff", "#eef0f2"
 TESTED, SEEN, WHOLE = "#cfe3ee", "#31688e", "#35b779"
-GREEN, ORANGE = "#bfe6d2", "#f2dcb3"
+GREEN, ORANGE, RED = "#bfe6d2", "#f2dcb3", "#f6d5d5"
 DARK = {
     INK: "#e4e7eb", PALE: "#9aa5b1", PAPER: "#1e2129", HIDDEN: "#2b2f38", TESTED: "#2d4f63", SEEN: "#8cc4e8",
-    WHOLE: "#2a9d68", GREEN: "#2c5a45", ORANGE: "#6b5426",
+    WHOLE: "#2a9d68", GREEN: "#2c5a45", ORANGE: "#6b5426", RED: "#74414a",
 }  # fmt: skip
 """What each colour is on dark paper."""
 

@@ -76,6 +76,11 @@ def test_every_picture_of_the_pages_has_a_dark_form() -> None:
     assert [p.name for p in pictures if "prefers-color-scheme: dark" not in p.read_text()] == []
 
 
+def test_words_of_the_pages_pictures_stand_on_colours_that_have_a_dark_form() -> None:
+    for picture in sorted((PLOTS / "stages").iterdir()):
+        assert set(re.findall(r'(?:fill|stroke)="(#[^"]*)"', picture.read_text())) <= set(DARK), picture.name
+
+
 def test_every_colour_has_one_for_dark_paper() -> None:
     svg = causal().svg()
     assert "prefers-color-scheme: dark" in svg
