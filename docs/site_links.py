@@ -17,7 +17,9 @@ ELSEWHERE = {
 }
 """Pages that lie outside of docs/, and where the site has them."""
 
-LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(\[[\w./-]+\.md)?\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+"""The end of a link, and its text where that is a file's name."""
+
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -32,6 +34,11 @@ def places() -> dict[str, str]:
     return ELSEWHERE | made | {"recipes": "recipes/index.md"} | {name: name[len("docs/") :] for name in inside}
 
 
+def title(page: Path) -> str:
+    """Its first heading."""
+    return next(line[2:] for line in page.read_text().splitlines() if line.startswith("# "))
+
+
 class UnknownPage(ValueError):
     """A link leads to a file that the site does not have."""
 
@@ -39,19 +46,22 @@ class UnknownPage(ValueError):
 def links_turned(markdown: str, origin: str, page: str) -> str:
     """The text of `origin`, a file of the repository, with links as the site has them at `page`; code stays as it is.
 
+    A link that shows a file's name shows the title of its page.
+
     Raises: `UnknownPage`.
     """
     sites = places()
 
     def turned(link: re.Match[str]) -> str:
-        name = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link[1]))
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link[2]))
         if name in sites:
             target = sites[name]
         elif name.startswith("docs/") and (ROOT / name).is_file():
             target = name[len("docs/") :]
         else:
-            raise UnknownPage(f"{origin}: the link to {link[1]} leads to no page of the site")
-        return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{link[2] or ''})"
+            raise UnknownPage(f"{origin}: the link to {link[2]} leads to no page of the site")
+        shown = f"[{title(ROOT / name)}" if link[1] else ""
+        return f"{shown}]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{link[3] or ''})"
 
     parts: list[str] = []
     end = 0

@@ -101,6 +101,9 @@ def test_links_between_pages_lead_to_pages_of_the_site() -> None:
         site.links_turned((ROOT / name).read_text(), name, page)  # raises where there is none
     assert site.links_turned("[a](mods.md#alibi) `x`", "docs/more.md", "more.md") == "[a](mods.md#alibi) `x`"
     assert site.links_turned("[a](../README.md)", "docs/more.md", "more.md") == "[a](index.md)"
+    assert site.links_turned("[docs/slow.md](docs/slow.md)", "README.md", "index.md") == (
+        "[My mask is slow, what now](slow.md)"
+    )
     with pytest.raises(site.UnknownPage):
         site.links_turned("[a](../benchmarks/results/h200-host.json)", "docs/more.md", "more.md")
 
