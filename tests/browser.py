@@ -2,28 +2,36 @@
 
 `python -m tests.browser site [pictures]`, after `make docs`. Chromium, without a window, opens each page twice, as wide
 as a desk and as a telephone, from a server on this machine's loopback. A script in the page that holds them measures
-and sends back what it found. With a second folder, screenshots of some pages are left there. Without a browser on this
-machine nothing is checked, and it says so.
+and sends back what it found. With a second folder, pictures of some pages are left there, in light and in dark. Without
+a browser on this machine nothing is checked, and it says so.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import http.server
 import json
+import os
 import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTHS = (1280, 390)
-SHOWN = ("index.html", "gallery.html", "how_it_works.html", "reference/calls.html")
+SHOWN = (
+    "index.html", "tutorial.html", "gallery.html", "mods.html", "slow.html", "gpus.html", "eight_bits.html",
+    "benchmarks.html", "how_it_works.html", "reference/calls.html",
+)  # fmt: skip
+SCHEMES = ("light", "dark")
+SETTLED = "new Promise((done) => setTimeout(done, 400))"  # the theme's script takes up the scheme behind `load`
 LONGEST_S = 120
 
 CHECK = """<!doctype html><title>check</title><body><script>
@@ -137,13 +145,72 @@ def problems(folder: Path, program: str) -> list[str]:
             opened.wait(timeout=30)
 
 
-def screenshots(folder: Path, program: str, target: Path) -> None:
+class Pipe:
+    """A browser without a window that takes commands of DevTools through a pipe, each a line of JSON that ends in 0."""
+
+    def __init__(self, program: str, profile: str) -> None:
+        (theirs, self.commands), (self.answers, back) = os.pipe(), os.pipe()
+        self.number, self.unread = 0, b""
+        # the browser reads at 3 and writes at 4
+        lead = ["sh", "-c", f'exec "$@" 3<&{theirs} 4>&{back}', "sh"]
+        self.opened = subprocess.Popen(
+            [*lead, *command(program, profile, "--remote-debugging-pipe")],
+            pass_fds=(theirs, back),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        os.close(back)
+
+    def ask(self, method: str, session: str | None = None, **given: object) -> dict[str, Any]:
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": given} | ({"sessionId": session} if session else {})
+        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        return self.wait_for(lambda said: said.get("id") == self.number)["result"]
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        while True:
+            said, found, rest = self.unread.partition(b"\0")
+            if not found:
+                more = os.read(self.answers, 1 << 20)
+                if not more:
+                    raise RuntimeError("the browser ended by itself")
+                self.unread += more
+                continue
+            self.unread = rest
+            if wanted(message := json.loads(said)):
+                return message
+
+    def close(self) -> None:
+        self.opened.terminate()
+        self.opened.wait(timeout=30)
+        os.close(self.commands)
+        os.close(self.answers)
+
+
+def screenshots(folder: Path, program: str, target: Path, shown: Sequence[str] = SHOWN, most: int = 2400) -> None:
+    """A picture of each page as wide as a desk and at most `most` high, in each scheme: tutorial-dark.png."""
     target.mkdir(parents=True, exist_ok=True)
     with serving(folder) as (address, _), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for page in SHOWN:
-            picture = target / f"{page.removesuffix('.html').replace('/', '-')}.png"
-            options = ("--window-size=1280,1800", f"--screenshot={picture}", f"{address}/{page}")
-            subprocess.run(command(program, profile, *options), check=True, capture_output=True, timeout=60)
+        pipe = Pipe(program, profile)
+        try:
+            tab = pipe.ask("Target.createTarget", url="about:blank")["targetId"]
+            session = pipe.ask("Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
+            size = {"width": WIDTHS[0], "height": most, "deviceScaleFactor": 1, "mobile": False}
+            pipe.ask("Emulation.setDeviceMetricsOverride", session, **size)
+            pipe.ask("Page.enable", session)
+            for scheme in SCHEMES:
+                features = [{"name": "prefers-color-scheme", "value": scheme}]
+                pipe.ask("Emulation.setEmulatedMedia", session, features=features)
+                for page in shown:
+                    pipe.ask("Page.navigate", session, url=f"{address}/{page}")
+                    pipe.wait_for(lambda said: said.get("method") == "Page.loadEventFired")
+                    pipe.ask("Runtime.evaluate", session, expression=SETTLED, awaitPromise=True)
+                    picture = pipe.ask("Page.captureScreenshot", session, format="png")["data"]
+                    name = page.removesuffix(".html").replace("/", "-")
+                    (target / f"{name}-{scheme}.png").write_bytes(base64.b64decode(picture))
+        finally:
+            pipe.close()
 
 
 def main(folder: Path, pictures: Path | None = None) -> int:
