@@ -21,6 +21,31 @@ SPEED = "speed.svg"
 FLEX = "FlexAttention"
 COLOURS = {OURS: "#31688e", "torch cuDNN": "#bbbbbb", FLEX: "#35b779", "flash-attn-4": "#d8a03c"}
 
+TITLES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "graph": "Short calls and decode in a CUDA graph",
+    "decode": "Decode",
+    "halves": "bf16 and fp16",
+    "fa3": "Forward beside FlashAttention-3",
+    "trained": "Scores as of a trained model",
+    "deviation": "Forward, scores that deviate by 2, 3 and 6",
+    "wide": "Forward, D above 256",
+    "backward-wide": "Backward, D above 256",
+    "fixed-order": "Backward in a fixed order",
+    "models": "Shapes of models",
+    "options": "What options cost",
+    "trainer": "A small language model in training",
+    "host": "What the host takes",
+    "host-one-core": "What the host takes, on one core",
+    "cold": "First calls",
+    "planning": "Planning a mask",
+    "memory": "Memory",
+    "accuracy": "Errors",
+    "cpu-forward": "Forward on a CPU",
+}
+"""What runs are about, by the name of their file without the H200's."""
+
 Row = dict[str, Any]
 
 
@@ -30,6 +55,15 @@ class Result:
 
     name: str
     facts: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name.removeprefix("h200-"), self.name)
+
+    @property
+    def anchor(self) -> str:
+        """Where links to its section lead, on GitHub and on the site."""
+        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
 
     @property
     def table(self) -> dict[str, dict[str, Row]]:
@@ -191,7 +225,8 @@ def section(result: Result, plots: Iterable[str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     failures = [f"- {r['row']}, {r['impl']}: {r['error']}" for r in facts["rows"] if "error" in r]
     parts = [
-        f"{facts['machine']}; {versions}; commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
+        f"`results/{result.name}.json`: {facts['machine']}; {versions}; "
+        f"commit `{facts['commit'][:12]}`; {facts.get('date', '')}; "
         f"`{facts['command']}`.{spread(result)}{elsewhere(result)}\n",
         *(f"![{name}](plots/{name})\n" for name in plots),
         markdown(result),
@@ -199,7 +234,7 @@ def section(result: Result, plots: Iterable[str]) -> str:
     if failures:
         parts += ["What failed:\n", "\n".join(failures) + "\n"]
     rows = f"{len(result.table)} rows, commit {facts['commit'][:7]}, {facts.get('date', '')}"
-    return f"## {result.name}\n\n{folded(rows, chr(10).join(parts))}"
+    return f"## {result.title}\n\n{folded(rows, chr(10).join(parts))}"
 
 
 def plot(result: Result, folder: Path) -> list[str]:
@@ -323,7 +358,7 @@ def speed_table(pattern: str, results: list[Result]) -> str:
             ratio = ratio_to_best(rows, name)
             if "tflops" in rows.get(name, {}):
                 other = f"{cell(rows[peer[0]])} ({peer[0]})" if peer else "–"
-                run = f"[{result.name}](benchmarks.md#{result.name})"
+                run = f"[{result.title}](benchmarks.md#{result.anchor})"
                 line = [words, cell(rows[name]), other, f"{ratio:.2f}×" if ratio else "–", run]
                 lines.append("| " + " | ".join(line) + " |")
     head = ["", "composattn", "fastest other", "ours to it", "run"]
@@ -334,6 +369,6 @@ def newest(kind: str, results: list[Result]) -> str:
     """The table of the newest run of a kind (`MACHINE-KIND.json`), and where it comes from."""
     for result in reversed(results):
         if result.name.rpartition("-")[2] == kind:
-            run = f"[{result.name}](benchmarks.md#{result.name})"
+            run = f"[{result.title}](benchmarks.md#{result.anchor})"
             return f"{markdown(result)}\nRun {run}: {result.facts['machine'].split(',')[0]}.\n"
     return NOTHING

@@ -8,17 +8,7 @@ from collections.abc import Iterable
 from benchmarks.implementations import OURS
 from benchmarks.report import SHOWN, Result, Row, best_peer, cell, is_measured, ratio_to_best, runs_of_gpus
 
-RUNS = {
-    "forward": "forward",
-    "backward": "backward",
-    "graph": "short calls and decode, in a graph",
-    "decode": "decode",
-    "halves": "bf16 and fp16",
-    "fa3": "forward, to FlashAttention-3 alone",
-    "trained": "scores as of a trained model, and the same of N(0, 1)",
-    "deviation": "forward, scores that deviate by 2, 3 and 6",
-    "wide": "forward, D above 256",
-}
+RUNS = ("forward", "backward", "graph", "decode", "halves", "fa3", "trained", "deviation", "wide")
 YOUR_CASE = {
     "causal, 16 heads of 128, 2 × 8k tokens": "D128 S8192 causal",
     "causal, 32k tokens": "D128 S32768 causal",
@@ -68,13 +58,13 @@ def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 def to_peers(results: list[Result]) -> str:
     """A line a run: how many rows, in how many a peer is faster, and the ratios to the fastest peer of each row."""
     runs, lines = runs_of_gpus(results), []
-    for kind, words in RUNS.items():
+    for kind in RUNS:
         rows = runs[kind].table.values() if kind in runs else ()
         ratios = [ratio for row in rows if (ratio := ratio_to_best(row))]
         if ratios:
             of_all = statistics.median(ratios), min(ratios), max(ratios)
             behind = str(sum(ratio < 1 for ratio in ratios))
-            name = f"[{words}](#{runs[kind].name})"
+            name = f"[{runs[kind].title}](#{runs[kind].anchor})"
             lines.append([name, str(len(ratios)), behind, *(f"{ratio:.2f}×" for ratio in of_all)])
     return table(["run", "rows", "behind in", "median", "least", "most"], lines)
 
@@ -115,7 +105,8 @@ def your_case(results: list[Result]) -> str:
 
 def _gained(rows: dict[str, Row]) -> tuple[str, str]:
     peer, ratio = best_peer(rows), ratio_to_best(rows)
-    return cell(rows[OURS]), f"{ratio:.2f}×, {peer[0]}" if ratio and peer else "–"
+    name = peer[0].replace("-", "\N{NON-BREAKING HYPHEN}") if peer else ""  # a column is as wide as two names
+    return cell(rows[OURS]), f"{ratio:.2f}×, {name}" if ratio and peer else "–"
 
 
 def host_times(results: list[Result]) -> str:
@@ -140,7 +131,7 @@ def summary(results: list[Result]) -> str:
         return ""
     machine = runs["forward"].facts["machine"].split(",")[0]
     parts = [
-        f"What it gives for your case, on {machine} in bf16. All rows, and how they are measured, are below.\n",
+        f"Your case and its speed, on {machine} in bf16. All rows, and how they are measured, are below.\n",
         your_case(results),
         "Our speed over that of the fastest other implementation of each row. Inputs are N(0, 1) where nothing else is",
         f"said ({machine}).\n",

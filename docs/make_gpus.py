@@ -31,7 +31,8 @@ MODS = {
 
 def gpus() -> Iterator[str]:
     """Each compute capability: whose kernels it has, and what they do."""
-    yield "| compute capability | as | machine code | backend | forward, D and Dv up to | gradients up to | ran there |"
+    head = "compute capability", "for example", "machine code", "backend", "forward, D and Dv up to", "gradients up to"
+    yield f"| {' | '.join(head)} | ran there |"
     yield "|---|---|---|---|---|---|---|"
     for (major, minor), target in TARGETS.items():
         of = ARCHITECTURES[target.backend]

@@ -293,10 +293,16 @@ def test_drawn_shapes_are_counted_by_their_fastest_other() -> None:
 def test_the_first_table_of_the_page_counts_slower_rows_and_links_to_all_rows_of_a_run() -> None:
     rows = [{"row": f"forward {n}", "impl": OURS, "tflops": 100.0} for n in range(3)]
     rows += [{"row": f"forward {n}", "impl": "peer", "tflops": speed} for n, speed in enumerate((50.0, 200.0, 80.0))]
-    made = report.Result("chip-forward", {"machine": "one chip, 1 SM", "rows": rows})
+    made = report.Result("h200-forward", {"machine": "one chip, 1 SM", "rows": rows})
     *_, line = summary.to_peers([made]).splitlines()
-    assert line == "| [forward](#chip-forward) | 3 | 1 | 1.25× | 0.50× | 2.00× |"
+    assert line == "| [Forward](#forward) | 3 | 1 | 1.25× | 0.50× | 2.00× |"
     assert summary.summary([made]) == "", "no table of a direction that no run has"
+
+
+def test_sections_of_runs_are_called_by_what_they_are_about_each_by_its_own() -> None:
+    titles = [result.title for result in report.kept()]
+    assert "Backward in a fixed order" in titles and len(set(titles)) == len(titles)
+    assert not [title for title in titles if title.startswith(("h200-", "cpu-"))], "a line in TITLES"
 
 
 def test_a_row_that_failed_is_beside_no_peer_in_the_table_of_one_shape() -> None:
