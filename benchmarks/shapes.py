@@ -42,7 +42,10 @@ MOST_NUMBERS = 3 << 28  # of q, k, v and the output together: 1.6 GB of 16 bits
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Attention of a published model. `lengths`: of queries; `keys`: how many keys, if other."""
+    """Attention of a published model. `lengths`: of queries; `keys`: how many keys, if other.
+
+    `batch`: of so many sequences; 0: of as many as are drawn.
+    """
 
     model: str
     heads: int
@@ -52,6 +55,7 @@ class Layer:
     pattern: PatternFactory = full
     keys: int = 0
     v_dim: int = 0
+    batch: int = 0
 
 
 TEXT = (512, 1024, 2048, 3000, 4096, 8192)
@@ -110,8 +114,8 @@ NEAR: dict[Direction, tuple[Layer, ...]] = {
         Layer("near", 16, 16, 72, (1100, 1700, 2900, 5000)),
         Layer("near", 32, 8, 72, (600, 1400, 4000), causal),
         Layer("near", 16, 16, 72, (2500,), keys=320),
-        Layer("near", 8, 8, 40, (3300, 3700, 4200), keys=16000),
-        Layer("near", 12, 12, 64, (1900, 2300, 2700), keys=9000),
+        Layer("near", 8, 8, 40, (3400, 3900), batch=1),
+        Layer("near", 12, 12, 64, (1300, 2300, 2700), batch=1),
         Layer("near", 8, 1, 256, (140, 180, 300), keys=2300),
     ),
     "backward": (
@@ -170,7 +174,7 @@ def _of_layer(layer: Layer, direction: Direction, generator: random.Random) -> C
     length = generator.choice(layer.lengths)
     return _case(
         direction, generator, layer.model, layer.pattern, layer.heads, layer.kv_heads, length, layer.keys or length,
-        layer.dim, layer.v_dim or layer.dim,
+        layer.dim, layer.v_dim or layer.dim, layer.batch,
     )  # fmt: skip
 
 
@@ -187,14 +191,14 @@ def _of_nobody(direction: Direction, generator: random.Random, between: tuple[in
 
 def _case(
     direction: Direction, generator: random.Random, kind: str, pattern: PatternFactory, heads: int, kv_heads: int,
-    length: int, keys: int, dim: int, v_dim: int,
+    length: int, keys: int, dim: int, v_dim: int, sequences: int = 0,
 ) -> Case:  # fmt: skip
-    """With as many sequences as make a call of a drawn size, as far as memory goes."""
+    """With as many sequences as make a call of a drawn size, as far as memory goes, or so many."""
     products = 2 if direction == "forward" else 5
     one = products * heads * length * keys * (dim + v_dim)
     wanted = math.exp(generator.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS)))
     numbers = (heads * length + kv_heads * keys) * (dim + v_dim)
-    batch = max(1, min(round(wanted / one), MOST_NUMBERS // numbers, 512))
+    batch = sequences or max(1, min(round(wanted / one), MOST_NUMBERS // numbers, 512))
     of_keys = f" on {keys}" if keys != length else ""
     of_heads = f"{heads}/{kv_heads}" if heads != kv_heads else f"{heads}"
     of_values = f"/{v_dim}" if v_dim != dim else ""
