@@ -122,6 +122,7 @@ STAYS: Table[bool] = table(FILE, "stays")  # whether blocks are persistent
 TAKEN: Table[int] = table(FILE, "taken")  # columns of registers beside scores and output, of all rows that match
 MOST_KEYS: Table[int] = table(FILE, "most_keys")  # of a tile, beside what mods read
 STAGES: Table[int] = table(FILE, "stages")
+COLUMNS: Table[int] = table(FILE, "columns")  # of rows in shared memory, at least
 RESIDENT: Table[int] = table(FILE, "resident")  # columns of Q in registers
 STEPS: Table[RowSteps] = table(FILE, "steps", lambda said: RowSteps(**said))  # what rows do from tile to tile
 SHARES: Table[bool] = table(FILE, "shares")  # whether blocks share the last rounds of equal tiles
@@ -161,7 +162,7 @@ class ForwardFacts(Facts):
     def tiling(self, kernel: str, **fields: Any) -> HopperTiling:
         """A tiling; of bytes with a stage of each, which is all that a block of many queries needs."""
         alike = self.alike(kernel)
-        return ByteTiling(**{"byte_stages": 1, **alike, **fields}) if self.of_bytes else HopperTiling(**alike, **fields)
+        return ByteTiling(**{"byte_stages": 1, **alike, **fields}) if self.of_bytes else HopperTiling(**alike | fields)
 
     def alike(self, kernel: str) -> dict[str, Any]:
         """Fields that are said in one way for all forms; heads together: as asked for, or a table says."""
@@ -239,8 +240,11 @@ def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
     cut = {"warpgroups": block.warpgroups, "blocks": block.blocks, "guesses": form.guesses}
     rounds = query_tiles(facts.problem, facts.heads, ROWS * block.warpgroups) * facts.problem.batch / facts.target.sms
     stays = first(STAYS, facts, form=form.stays, block=block.stays, rounds=rounds)
+    columns = first(COLUMNS, facts, kind=form.kind, **cut)
     tiling = facts.tiling(
         form.kernel,
+        d=max(facts.d, columns),
+        dv=max(facts.dv, columns),
         tile_m=ROWS * block.warpgroups,
         tile_n=max(16, facts.keys_in_order),
         blocks=block.blocks,
