@@ -246,3 +246,10 @@ def test_who_comes_first_writes_dq_where_that_is_faster(mods: str, length: int, 
     assert (tiling.claimed_parts > 0, tiling.clears) == (claimed, not claimed)
     assert tiling.tries_first is claimed
     assert not plans(mods, 128, length=length, deterministic=True).main.tiling.claimed_parts
+
+
+@pytest.mark.parametrize(("queries", "claimed"), [(4096, True), (1024, True), (512, False)])
+def test_many_queries_on_few_keys_claim_dq_at_d_72(queries: int, claimed: bool) -> None:
+    problem = Problem(19, 16, 16, queries, 300, 72, 72, torch.bfloat16, torch.device("cpu"))
+    tiling = plan_backward(problem, Program(None, None), HOPPER).main.tiling
+    assert (tiling.claimed_parts > 0, tiling.persistent) == (claimed, not claimed)

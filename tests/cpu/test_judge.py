@@ -22,15 +22,17 @@ ROWS = [(direction, name, row) for direction, tables in TABLES.items() for name,
     [
         ("forward", "fit", 200, 0.005, 0.10),
         ("forward", "held-out", 188, 0.005, 0.10),
-        ("backward", "fit", 97, 0.002, 0.03),
-        ("backward", "held-out", 41, 0.005, 0.08),
+        ("backward", "fit", 96, 0.002, 0.03),
+        ("backward", "held-out", 40, 0.004, 0.04),
     ],
 )
 def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
     direction: Direction, part: Part, shapes: int, mean: float, worst: float
 ) -> None:
-    """The worst backwards of those held out are a cross attention on 300 keys at D 72, whose blocks would leave, and
-    ALiBi of 2k at D 64, which 128 queries suit."""
+    """The worst backward of those held out is ALiBi of 2k at D 64, which 128 queries suit.
+
+    Cross attention at D 72 has a form since that these sweeps did not time.
+    """
     found = regrets(direction, part)
     assert len(found) == shapes
     assert statistics.fmean(found.values()) <= mean and max(found.values()) <= worst
