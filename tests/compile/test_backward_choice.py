@@ -253,3 +253,12 @@ def test_many_queries_on_few_keys_claim_dq_at_d_72(queries: int, claimed: bool) 
     problem = Problem(19, 16, 16, queries, 300, 72, 72, torch.bfloat16, torch.device("cpu"))
     tiling = plan_backward(problem, Program(None, None), HOPPER).main.tiling
     assert (tiling.claimed_parts > 0, tiling.persistent) == (claimed, not claimed)
+
+
+@pytest.mark.parametrize(("batch", "length", "pieces"), [(107, 600, 1), (107, 1024, 4), (3, 600, 3)])
+def test_heads_of_a_group_are_summed_by_one_block_where_short_sequences_are_many(
+    batch: int, length: int, pieces: int
+) -> None:
+    problem = Problem(batch, 28, 4, length, length, 128, 128, torch.bfloat16, torch.device("cpu"))
+    tiling = plan_backward(problem, Program(None, causal().expr), HOPPER).main.tiling
+    assert -(-7 // (tiling.heads_a_piece or 7)) == pieces
