@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -11,6 +12,7 @@ import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
+from composattn.call.schedule import Schedule
 from composattn.mods import causal, document
 from composattn.testing import Case, check
 from tests.support import gpu_backend, outlier_normal, poison_cuda_memory
@@ -35,8 +37,10 @@ def test_documents_of_each_sequence(dim: int, is_causal: bool, generator: torch.
     q, k, v = (draw(3, heads, ROWS, dim) for heads in (4, 2, 2))
     same = document(ids())
     case = Case(q, k, v, mask_mod=causal() & same if is_causal else same, dout=draw(3, 4, ROWS, dim))
-    assert plan_forward(Problem.of(q, k, v), case.program, HOPPER).has_segments
-    attention = functools.partial(ca.attention, backend=gpu_backend())
+    apart = Schedule(pack_gqa=False)  # grouped heads of more than 128 columns share tiles of documents else
+    problem = dataclasses.replace(Problem.of(q, k, v), schedule=apart)
+    assert plan_forward(problem, case.program, HOPPER).has_segments
+    attention = functools.partial(ca.attention, backend=gpu_backend(), schedule=apart)
     for deterministic in (False, True):
         poison_cuda_memory()
         check(functools.partial(attention, deterministic=deterministic), case)
