@@ -274,19 +274,6 @@ def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(
         assert not any("MEMBAR.ALL.GPU" in i.text for loop in waiting for i in loop.body)
 
 
-@pytest.mark.parametrize(("mods", "d", "length"), [("plain-full", 64, LENGTH), ("plain-causal", 128, 8192)])
-def test_the_first_lses_are_read_while_their_scores_are_computed(mods: str, d: int, length: int, folder: Path) -> None:
-    """Read behind the wait, they cost 1 to 3 %."""
-    plan = plans(mods, d, length=length).main
-    made = compile_offline(plan, folder)
-    if made.instructions:
-        loops = [loop for loop in inner_loops(made.instructions) if loop.multiplies]
-        loop = max(loops, key=lambda found: found.counts["MUFU"])
-        assert len(loops) <= 1
-        before_scores = events(loop.body)[: events(loop.body).index("one")]
-        assert plan.tiling.lse_ahead == 4 and before_scores.count("LDS") == 2  # of 2 rows each
-
-
 @pytest.mark.parametrize(
     ("mods", "d", "dv", "deterministic"),
     [("plain-full", 192, 192, False), ("plain-causal", 192, 192, False), ("plain-full", 192, 128, False),

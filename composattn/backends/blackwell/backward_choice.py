@@ -33,7 +33,6 @@ from .tensor_memory import GROUPS, STRIP
 from .tiling import FILE, ROWS
 
 RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
-L2 = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
     kernel, d = kind.tiling.kernel, kind.padded(facts.d)
     registers = first(REGISTERS, facts, kernel=kernel)
     fixed: dict[str, Any] = {
-        "kernel": kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(facts.dv), "l2": L2,
+        "kernel": kernel, "tile_m": kind.tile_m, "tile_n": kind.tile_n, "d": d, "dv": kind.padded(facts.dv),
         "roles": BackwardRoles(registers.compute, registers.dq, registers.other), "in_halves": registers.in_halves,
         "dq_at_once": min(registers.columns, d // kind.tiling.sharing),
         "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * facts.by_distance,

@@ -30,6 +30,8 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     `in_halves`: a thread computes half of its queries at a time.
     """
 
+    l2: ClassVar[int] = 64 << 20
+
     q_stages: int
     do_stages: int
     in_halves: bool = False

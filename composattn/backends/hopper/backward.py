@@ -163,7 +163,7 @@ class KeyConsumer(KeyWarpgroup):
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
         self.issue_scores(tSrS, self.resident_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index], self.dims[0])
-        lse = self.statistics(block.sLse, q_slot.index).read_ahead(self.tiling.lse_ahead)
+        lse = self.statistics(block.sLse, q_slot.index)
         block.do_edge.wait(do_slot)
         self.issue_scores(tSrdP, self.resident_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index], self.dims[1])
         delta = self.statistics(block.sDelta, do_slot.index)

@@ -93,7 +93,7 @@ FORMS = tuple(itertools.starmap(BackwardForm, itertools.product((row.says for ro
 OF_CLASS: dict[str, Table[Any]] = {name: table(FILE, name) for name in ("pairs", "largest")}
 # fields by call and form; and of fields that take room those to try, of which the first is taken that fits
 FIELDS: dict[str, Table[Any]] = {
-    name: table(FILE, name) for name in ("dq_leaves", "early", "tries_first", "l2", "distances", "written", "dq_begins")
+    name: table(FILE, name) for name in ("dq_leaves", "bends_early", "tries_first", "distances", "written", "dq_begins")
 }
 STAYS: Table[list[dict[str, Any]]] = table(FILE, "stays")
 # registers that are taken beside the products: of all rows that match; and by mods, of the first one

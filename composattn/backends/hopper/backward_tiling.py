@@ -25,14 +25,15 @@ class HopperBackwardTiling(BackwardTiling):
     does not fit. `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so
     that no warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp
     starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `tries_first`: see
-    `Edge`. `early`: what has registers while products run. "LSE": the first rows of LSE are read under their scores.
-    "P": where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with what dP - D is
-    multiplied by, and a tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and behind them of
-    K, wait in registers for all query tiles, so that the tensor core reads only the others from shared memory.
+    `Edge`. `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with
+    what dP - D is multiplied by, and a tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and
+    behind them of K, wait in registers for all query tiles, so that the tensor core reads only the others from shared
+    memory.
     `distances`: numbers in shared memory of their own through which sums of gradients by distance pass. `written`: how
     products are, see `fused/tiles/written.py`.
     """
 
+    l2: ClassVar[int] = 16 << 20
     warpgroups: ClassVar[int] = 2
     q_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
@@ -41,7 +42,7 @@ class HopperBackwardTiling(BackwardTiling):
     do_stages: int = 2
     dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
     tries_first: bool = False
-    early: Literal["nothing", "LSE", "P"] = "P"
+    bends_early: bool = True
     resident: int = 0
     distances: int = 0
     written: Written = "by steps"  # `backward_pair` loses 4 % by whole ones
@@ -92,16 +93,6 @@ class HopperBackwardTiling(BackwardTiling):
     def producer_registers(self) -> int:
         """Registers of a thread that copies, or neither computes nor has dQ."""
         return first(REGISTERS, self)[1]
-
-    @property
-    def lse_ahead(self) -> int:
-        """Rows of LSE that are read under their scores."""
-        return 4 * (self.early == "LSE")
-
-    @property
-    def bends_early(self) -> bool:
-        """Whether P, and what dP - D is multiplied by, are there before dPᵀ is."""
-        return self.early == "P"
 
     @property
     def in_segments(self) -> bool:

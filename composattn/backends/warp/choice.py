@@ -18,7 +18,6 @@ from ..fused.tiles.traits import sums_by
 from .tiling import WarpBackwardTiling, WarpTiling
 
 FEW = 64  # rows of the smallest tile
-L2 = 16 << 20  # bytes of what the heads of a backward read and add to that run together
 FILE = Path(__file__).with_name("tables.json")
 FORWARD: Table[dict[str, Any]] = table(FILE, "forward")  # fields of the tiling
 BACKWARD: Table[dict[str, Any]] = table(FILE, "backward")
@@ -73,5 +72,5 @@ def forward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], he
 def backward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], program: Program) -> WarpBackwardTiling:
     """A tiling with these fields, for D and Dv on chip."""
     d, dv = dims
-    tiling = WarpBackwardTiling(**said, d=d, dv=dv, l2=L2, heads_together=problem.schedule.heads_together)
+    tiling = WarpBackwardTiling(**said, d=d, dv=dv, heads_together=problem.schedule.heads_together)
     return tiling.with_distances() if sums_by(program, Sums.DISTANCE) else tiling

@@ -88,6 +88,8 @@ class WarpBackwardTiling(BackwardTiling):
     which sums of gradients by distance pass.
     """
 
+    l2: ClassVar[int] = 16 << 20  # bytes of what the heads read and add to that run together
+
     warps: int
     score_keys: int
     sum_keys: int

@@ -9,7 +9,6 @@ are imported: about a millisecond each.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import json
 import math
@@ -23,14 +22,13 @@ T = TypeVar("T")
 Pattern = dict[str, Container[Any]]  # what each of these facts may be; others may be anything
 
 
-def _named(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
-    return lambda word: kind[word.upper()]
-
-
 # facts whose values are others than a file can have
 READ: dict[str, Callable[[Any], Any]] = {
-    "mods": _named(ModsKind), "mask": _named(MaskKind), "work": _named(Rounds), "dims": tuple,
-}  # fmt: skip
+    "mods": lambda word: ModsKind[word.upper()],
+    "mask": lambda word: MaskKind[word.upper()],
+    "work": lambda word: Rounds[word.upper()],
+    "dims": tuple,
+}
 
 
 @dataclasses.dataclass(frozen=True)

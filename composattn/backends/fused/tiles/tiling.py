@@ -34,8 +34,10 @@ class Tiling(abc.ABC):
 
     `kernel` is the one of the architecture's kernels that is cut so. `d` and `dv` are the head dimensions as stored on
     chip, padded with zeros. `heads_together`: how many key/value heads are worked on together; None: as many as read
-    (and add to) no more bytes than a tiling's `l2`. `named_cutlass`: see `Plan`.
+    (and add to) no more bytes than `l2`. `named_cutlass`: see `Plan`.
     """
+
+    l2: ClassVar[int]
 
     kernel: str
     tile_m: int
@@ -92,8 +94,6 @@ class ForwardTiling(Tiling):
     SM holds at once. `threshold`: how far a row's maximum may be below its largest score, so that the output is
     not rescaled.
     """
-
-    l2: ClassVar[int]
 
     kernel: str = "forward"
     packed_heads: int = 1
@@ -193,8 +193,7 @@ class RowForwardTiling(ForwardTiling):
 class BackwardTiling(Tiling):
     """A block owns `tile_n` keys and walks over queries.
 
-    `l2`: bytes of what the heads that are worked on together read and add to. `persistent`: a block stays for many work
-    tiles.
+    `persistent`: a block stays for many work tiles.
     `dq_begins`: a sum of dQ is cleared by the kernel "before", or "beside" the first tiles by a warp of each block; or
     nobody clears it, as the first one there writes where others add: in a fixed order whose "turn" comes first, in any
     order who makes the first "claim".
@@ -206,7 +205,6 @@ class BackwardTiling(Tiling):
     """
 
     kernel: str = "backward"
-    l2: int
     persistent: bool = False
     sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
     dq_begins: Literal["before", "beside", "turn", "claim"] = "before"
