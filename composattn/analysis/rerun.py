@@ -222,7 +222,7 @@ def _as_function(
         known[name] = value
         return name
 
-    lines = ["def run(inputs):", f"    {''.join(f'v{n}, ' for n in range(inputs))}*_ = inputs"]
+    lines = ["def run(inputs):", f"    [{''.join(f'v{n}, ' for n in range(inputs))}*_] = inputs"]
     for step, over in steps:
         named = [f"{name}={said(value)}" for name, value in step.kwargs.items()]
         call = f"{said(_called(step.func))}({', '.join([*map(said, step.args), *named])})"

@@ -235,3 +235,9 @@ def test_a_recording_is_kept_for_its_own_form_whatever_other_threads_ask_meanwhi
     for factor in (3.0, 3.0, 2.0, -0.0, 0.0, 0.0):
         found = run((x,), (factor,))[0]
         assert torch.equal(found.signbit(), (x * factor).signbit()) and torch.equal(found, x * factor)
+
+
+def test_a_run_of_no_inputs_gives_what_it_computes() -> None:
+    run = Rerun(lambda inputs: [torch.arange(3)])
+    for _ in range(4):
+        assert torch.equal(run(())[0], torch.arange(3))
