@@ -15,6 +15,7 @@ import composattn as ca
 from benchmarks.host_work import RECIPE, Size, drawn_documents, read_of, without_kernels
 from composattn.analysis import matches, replayed
 from composattn.analysis.rerun import Rerun
+from composattn.analysis.tile_lists import TileLists
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments, PreprocessArguments
 from composattn.backends.fused.running import captured
 from composattn.call.sequences import flatten
@@ -302,6 +303,28 @@ def test_steps_of_known_forms_do_not_go_the_whole_way(noted: Read, monkeypatch: 
     ids[2].data = ids[2] + 1
     with pytest.raises(RuntimeError, match="other memory"):
         torch.autograd.grad(out, compiled.inputs, compiled.dout)
+
+
+def test_lists_that_hang_on_no_tensor_are_made_once(noted: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    compute = TileLists._compute
+
+    def counted(self: Any, *given: Any) -> Any:
+        made.append(self)
+        return compute(self, *given)
+
+    monkeypatch.setattr(TileLists, "_compute", counted)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return ca.attention(q, k, v, mask_mod=lambda b, h, i, j: (i - j) % 150 < 3)
+
+    size = Size(1, 2, 2, 300, 64)
+    wanted = Layer(attend, size)(noted)
+    compiled = Layer(torch.compile(attend, fullgraph=True, backend="aot_eager"), size)
+    for _ in range(5):
+        made.clear()
+        assert_same(compiled(noted), wanted)
+    assert not made and len(wanted) > 2
 
 
 def test_a_call_that_records_nothing_goes_straight_to_the_operators_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,14 @@ from .launch import ForwardLauncher, form_alone, rows_of
 from .launch_backward import BackwardLauncher
 
 T = torch.Tensor
+_Read = tuple[Sequence[T], Any]
 _KINDS = 4  # of backwards, the latest
 
 
 class BoundOperator:
     """A fused call of inputs that are bindable, and of out and LSE."""
 
-    __slots__ = ("_at", "_backwards", "_call", "_captures", "_device", "_launcher", "_lse", "_out")
+    __slots__ = ("_at", "_backwards", "_call", "_captures", "_device", "_lasting", "_launcher", "_lse", "_out")
 
     def __init__(self, call: FusedKernels, q: T, v: T, captures: tuple[BorrowedCapture, ...]) -> None:
         """`captures`: what the mods read the tensors of a call by, in its order."""
@@ -43,6 +44,7 @@ class BoundOperator:
         self._launcher = call.launcher(True)
         self._device = device_number(q.device) if has_streams(q.device) else None
         self._out, self._lse = memory_of(q, v.shape[-1], call.problem.dtype), form_alone(*rows_of(q), q.device)
+        self._lasting: dict[Any, _Read] = {}  # by launcher and stream
         self._backwards: tuple[tuple[Callable[..., bool], BackwardLauncher], ...] = ()
 
     def forward(self, q: T, k: T, v: T, captured: Sequence[T], moment: Moment) -> tuple[T, T] | None:
@@ -85,8 +87,23 @@ class BoundOperator:
         tables: Sequence[WorkTables | None],
         captured: Sequence[T],
         moment: Moment,
-    ) -> tuple[Sequence[T], Any]:
-        """What kernels read, and their tables."""
+    ) -> _Read:
+        """What kernels read, and their tables; those of a mask that reads nothing are made once on each stream."""
+        if self._at:
+            return self._read_anew(launcher, tables, captured, moment)
+        stream = None if self._device is None else torch._C._cuda_getCurrentRawStream(self._device)
+        found = self._lasting.get((launcher, stream))
+        if found is None:
+            found = self._lasting[launcher, stream] = self._read_anew(launcher, tables, captured, moment)
+        return found
+
+    def _read_anew(
+        self,
+        launcher: ForwardLauncher | BackwardLauncher,
+        tables: Sequence[WorkTables | None],
+        captured: Sequence[T],
+        moment: Moment,
+    ) -> _Read:
         given = [c.kept if n is None else captured[n] for c, n in self._at]
         if launcher.one_run is not None:
             with Borrowed(self._captures, captured):
