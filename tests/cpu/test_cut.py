@@ -24,6 +24,8 @@ CASES = {
     "one-round-of-many-lengths": (triangle(32), 4, 0, 2),
     "one-round-of-one-length": ([100] * 132, 1, 132, 1),
     "one-round-and-a-little": ([100] * 140, 1, 132, 7),
+    "two-rounds-and-a-half-of-one-length": ([98] * 4, 84, 264, 3),
+    "nearly-three-rounds-of-one-length": ([800] * 64, 6, 384, 1),
     "thirteen-rounds-and-four-tiles": ([128] * 86, 20, 1716, 16),
     "thirteen-rounds-and-a-third": ([32] * 22, 80, 1716, 3),
     "thirty-one-rounds-and-four-short-tiles": ([16] * 16, 256, 4092, 2),

@@ -48,7 +48,7 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     tiles, longest = len(lengths) * repeats, max(lengths, default=0)
     equal = min(lengths, default=0) == longest
     whole = tiles - tiles % sms if equal else 0
-    if tiles <= (2 if equal else MANY) * sms:
+    if tiles <= MANY * sms:
         most = 8 * sms // max(1, tiles)
     else:
         most = sms // max(1, tiles - whole) if tiles > MANY * sms else 1
