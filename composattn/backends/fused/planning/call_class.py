@@ -105,7 +105,7 @@ class CallClass:
     a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
     the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
     or less; in a backward tiles of 128 queries have a tenth more of them. `thirds`: rows of tiles of 192 over those of
-    tiles of 128; in a backward 1.
+    tiles of 128, with no mask in whole rounds of tiles; in a backward 1.
     """
 
     direction: Direction
@@ -172,13 +172,15 @@ def class_of(
 
 def _of_forward(problem: Problem, program: Program, target: Target, rows: int, heads: int) -> dict[str, Any]:
     few, tiles = queries(problem) * slots(heads) <= rows, query_tiles(problem, heads, rows) * problem.batch
+    a_round = max(1, target.sms * (program.mask is None))  # equal tiles end together
+    thirds, halves = (-(-query_tiles(problem, heads, n) * problem.batch // a_round) for n in (192, 128))
     return {
         "mask": _first(MASKS, problem, program),
         "work": Rounds.FEW_ROWS if few else _rounds(tiles, target),
         "seen": band(keys(problem) if few else keys_of_a_query(problem, program.intervals)),
         "length": band(keys(problem)),
         "fills": _pairs(problem, 192, 128) * 8 <= _pairs(problem, 64, 64) * 9,
-        "thirds": 1.5 * query_tiles(problem, heads, 192) / max(1, query_tiles(problem, heads, 128)),
+        "thirds": 1.5 * thirds / max(1, halves),
     }
 
 
