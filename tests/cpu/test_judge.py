@@ -22,8 +22,8 @@ ROWS = [(direction, name, row) for direction, tables in TABLES.items() for name,
     [
         ("forward", "fit", 200, 0.005, 0.10),
         ("forward", "held-out", 188, 0.005, 0.10),
-        ("backward", "fit", 96, 0.002, 0.03),
-        ("backward", "held-out", 40, 0.004, 0.04),
+        ("backward", "fit", 93, 0.002, 0.03),
+        ("backward", "held-out", 39, 0.004, 0.04),
     ],
 )
 def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
@@ -31,7 +31,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
 ) -> None:
     """The worst backward of those held out is ALiBi of 2k at D 64, which 128 queries suit.
 
-    Cross attention at D 72 has a form since that these sweeps did not time.
+    Where few tiles of keys add to dQ it is claimed since, which these sweeps did not time.
     """
     found = regrets(direction, part)
     assert len(found) == shapes
