@@ -59,10 +59,6 @@ class ForwardForm:
     guesses: bool = False
     stays: bool = False
 
-    @property
-    def kernel(self) -> str:
-        return GUESSING if self.guesses else "forward"
-
     def __str__(self) -> str:
         return self.kind + ", guesses" * self.guesses + ", stays" * self.stays
 
@@ -83,15 +79,6 @@ class Block(NamedTuple):
     blocks: int = 1
     keys: int = 128
     stays: bool = False
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """How tiles come to blocks that stay: large ones draw them, as tiles that a mask cuts differ.
-
-        103 calls of D 72 to 224 take 0.99 of the time of a fixed stride; six masked ones of D 144 to 224 from 1k on,
-        which had one tile a block, take 0.95 of that (sweeps/h200-wide.json).
-        """
-        return Scheduler.LATE if self.warpgroups > 1 else Scheduler.STRIDE
 
 
 class Cut(NamedTuple):
@@ -240,15 +227,18 @@ def _tiling_of(form: ForwardForm, facts: ForwardFacts) -> HopperTiling:
     cut = {"warpgroups": block.warpgroups, "blocks": block.blocks, "guesses": form.guesses}
     rounds = query_tiles(facts.problem, facts.heads, ROWS * block.warpgroups) * facts.problem.batch / facts.target.sms
     stays = first(STAYS, facts, form=form.stays, block=block.stays, rounds=rounds)
+    # large blocks draw their tiles, as those that a mask cuts differ: 103 calls of D 72 to 224 take 0.99 of the time of
+    # a fixed stride; six masked ones of D 144 to 224 from 1k on, with one tile a block before, 0.95 (h200-wide.json)
+    scheduler = Scheduler.LATE if block.warpgroups > 1 else Scheduler.STRIDE
     columns = first(COLUMNS, facts, kind=form.kind, **cut)
     tiling = facts.tiling(
-        form.kernel,
+        GUESSING if form.guesses else "forward",
         d=max(facts.d, columns),
         dv=max(facts.dv, columns),
         tile_m=ROWS * block.warpgroups,
         tile_n=max(16, facts.keys_in_order),
         blocks=block.blocks,
-        scheduler=block.scheduler if stays else Scheduler.ONE_TILE,
+        scheduler=scheduler if stays else Scheduler.ONE_TILE,
         stages=first(STAGES, facts, **cut),
         resident=first(RESIDENT, facts, stays=stays, **cut),
         steps=first(STEPS, facts, **cut),

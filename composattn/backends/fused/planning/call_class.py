@@ -212,7 +212,9 @@ MODS: Mapping[ModsKind, Callable[[Program], bool]] = {
     ModsKind.LEARNED_PAIRS: lambda program: sums_by(program, *Pattern) and reads_pairs(program.score),
     ModsKind.LEARNED: lambda program: sums_by(program, *Pattern),
     ModsKind.PLAIN: lambda program: program.score is None,
-    ModsKind.LINE: lambda program: derivative(program.score).rate in OF_HEADS and not reads_along_keys(program.score),
+    ModsKind.LINE: lambda program: (
+        program.score is not None and derivative(program.score).rate in OF_HEADS and not reads_along_keys(program.score)
+    ),
     ModsKind.PAIRS: lambda program: reads_pairs(program.score),
     ModsKind.OF_SCORE: lambda program: is_of_score(program.score),
     ModsKind.OTHER: lambda program: True,
@@ -229,7 +231,9 @@ MASKS: Mapping[MaskKind, Callable[[Problem, Program], bool]] = {
 }
 MASKS_OF_KEYS: Mapping[MaskKind, Callable[[Problem, Program], bool]] = {
     MaskKind.NONE: lambda problem, program: program.mask is None,
-    MaskKind.WHOLE: lambda problem, program: not has_plain_part(program.mask) and has_documents_apart(problem, program),
+    MaskKind.WHOLE: lambda problem, program: (
+        program.mask is not None and not has_plain_part(program.mask) and has_documents_apart(problem, program)
+    ),
     MaskKind.DOCUMENTS: has_documents_apart,
     MaskKind.READ: lambda problem, program: reads_any(program.mask) and bounds_queries(program.mask),
     MaskKind.LISTED: lambda problem, program: reads_any(program.mask),

@@ -41,11 +41,6 @@ class Span:
     def __contains__(self, number: Any) -> bool:
         return bool(self.more < number <= self.most)
 
-    @staticmethod
-    def read(text: str) -> Span:
-        """A span as it is written: "(64, 96]" or "(96, inf)"."""
-        return Span(*map(float, text.strip("(])").split(",")))
-
 
 @dataclasses.dataclass(frozen=True)
 class Others:
@@ -120,7 +115,7 @@ def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T], where: str
 def _values(name: str, said: Any) -> Container[Any]:
     """What a fact may be."""
     if isinstance(said, str):
-        return Span.read(said)
+        return Span(*map(float, said.strip("(])").split(",")))
     if isinstance(said, dict):
         return Others(_values(name, said["not"]))
     return tuple(map(READ.get(name, _as_said), said))

@@ -83,14 +83,8 @@ def keys_of_a_query(problem: Problem, intervals: tuple[TileInterval, ...]) -> fl
 
     As many as there are where captured tensors decide. Of packed sequences, if all were as long as their mean.
     """
-    problem = of_mean_length(problem)
+    if not problem.layout.is_dense:
+        q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
+        problem = dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)
     visits = visits_now(problem, intervals, 128, 1)
     return float(problem.kv_len if visits is None else visits.float().mean())
-
-
-def of_mean_length(problem: Problem) -> Problem:
-    """Packed sequences as a batch of their mean length."""
-    if problem.layout.is_dense:
-        return problem
-    q_len, kv_len = (-(-length // problem.batch) for length in (problem.q_len, problem.kv_len))
-    return dataclasses.replace(problem, q_len=q_len, kv_len=kv_len, layout=DENSE)
