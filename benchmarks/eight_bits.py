@@ -142,12 +142,12 @@ def of_outliers(keys: int, draws: int) -> list[Row]:
         q, k, v = drawn("outliers", keys, seed)
         exact = attended(*(x.float() for x in (q, k, v)))
         found.setdefault("size", []).append(deviation(torch.zeros_like(exact), exact))
-        made_of = torch.Generator().manual_seed(seed)
-        signs = [1 - 2 * torch.randint(0, 2, (DIM,), generator=made_of) for _ in range(ROTATIONS)]
+        rounds_anew = torch.Generator().manual_seed(seed)
+        signs = 1 - 2 * torch.randint(0, 2, (1, ROTATIONS, 1, DIM), generator=rounds_anew)
         for name in DEFAULT_AND_BEST:
-            made = (ca.quantize(q * each, k * each, v, **WAYS[name]) for each in signs)
-            outs = (rounded_p(*(x.dequantised(torch.float32) for x in of)) for of in made)
-            found.setdefault(name, []).append(mean_square([deviation(out, exact) for out in outs]))
+            made = ca.quantize(q * signs, k * signs, v, **WAYS[name])  # a head each
+            out = rounded_p(*(x.dequantised(torch.float32) for x in made))
+            found.setdefault(name, []).append(deviation(out, exact.expand_as(out)))
         v_alone = attended(q.float(), k.float(), ca.quantize(q, k, v).v.dequantised(torch.float32))
         found.setdefault("v alone", []).append(deviation(v_alone, exact))
     row = f"D{DIM} {keys} keys outliers, {draws} draws, {ROTATIONS} rotations"
