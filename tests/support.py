@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,17 +90,24 @@ def cut_as_long_ones(really: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def on_few_sms(backend: str, count: int = 3) -> Iterator[None]:
     """Inside, an emulated backend plans for so many, so that persistent blocks walk over several tiles each."""
-    from composattn import backends
-    from composattn.backends.fused.running.emulated import EmulatedCall
     from composattn.backends.fused.tiles.architecture import planned_for
 
-    target = dataclasses.replace(planned_for(backend), sms=count)
-    few = dataclasses.replace(
+    with planned_as(backend, dataclasses.replace(planned_for(backend), sms=count)):
+        yield
+
+
+@contextlib.contextmanager
+def planned_as(backend: str, target: Any) -> Iterator[None]:
+    """Inside, an emulated backend plans for this target, with no plans from before."""
+    from composattn import backends
+    from composattn.backends.fused.running.emulated import EmulatedCall
+    from composattn.dispatch import plan_cache
+
+    planned = dataclasses.replace(
         backends.BACKENDS[backend],
         prepare=lambda problem, program, scale: EmulatedCall(problem, program, scale, target),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(backends.BACKENDS, backend, few)
+    with mock.patch.dict(backends.BACKENDS, {backend: planned}), mock.patch.dict(plan_cache._plans, clear=True):
         yield
 
 

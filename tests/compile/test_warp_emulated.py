@@ -23,9 +23,9 @@ from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document, sliding_window
 from composattn.mods.scores import alibi, softcap
-from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case
+from composattn.testing import Case, assert_attention_close, check, make_case, make_paged_case, make_varlen_case, run
 from tests.byte_keys import cases as cases_of_bytes
-from tests.support import outlier_normal
+from tests.support import outlier_normal, planned_as
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 MODES = (EAGER, LATE, random_mode(1))
@@ -89,10 +89,10 @@ LAYOUTS: dict[str, Callable[[], Case]] = {
 def test_sequences_lie_as_they_like(lies: str) -> None:
     case = LAYOUTS[lies]()
     schedule = ca.Schedule(split_kv=3 if lies == "parts" else "auto")
-    run = functools.partial(ca.attention, backend="warp-emulated", schedule=schedule)
+    attend = functools.partial(ca.attention, backend="warp-emulated", schedule=schedule)
     for mode in MODES:
         with torch.no_grad(), emulating(mode):
-            check(run, dataclasses.replace(case, dout=None, dlse=None))
+            check(attend, dataclasses.replace(case, dout=None, dlse=None))
 
 
 MORE: tuple[dict[str, Any], ...] = (
@@ -134,6 +134,36 @@ def test_persistent_blocks_give_the_bits_of_a_block_a_tile(generator: torch.Gene
                 found.append(EmulatedForward(plan)(q, k, v, 0.125, [])[:2])
     for out, lse in found[1:]:
         assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1])
+
+
+IN_BULK = dataclasses.replace(TARGETS[12, 0], sms=3)
+LIES = {name: made for name, made in LAYOUTS.items() if "pages" not in name}
+STAYS = ca.Schedule(persistent=True)
+BULK_CALLS: dict[str, tuple[Callable[[], Case], ca.Schedule]] = {
+    "causal, D 72/40": (lambda: make_case(0, q_len=150, dim=72, v_dim=40, mask_mod=causal(), **BF16), ca.Schedule()),
+    "blocks that stay": (lambda: make_case(0, batch=2, q_len=300, dim=64, mask_mod=causal(), **BF16), STAYS),
+    "few queries, blocks that stay": (lambda: make_case(0, heads=8, q_len=3, kv_len=300, dim=64, **BF16), STAYS),
+    "a window, D 256": (
+        lambda: make_case(0, batch=1, q_len=200, dim=256, mask_mod=sliding_window(70), **BF16), ca.Schedule()
+    ),
+    **{name: (made, ca.Schedule(split_kv=3 if name == "parts" else "auto")) for name, made in LIES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", [pytest.param(n, marks=[] if n == "blocks that stay" else [pytest.mark.slow]) for n in BULK_CALLS]
+)
+def test_tiles_in_bulk_give_the_bits_of_tiles_by_lines(call: str) -> None:
+    make, schedule = BULK_CALLS[call]
+    case, found = make().without_gradients(), []
+    attend = functools.partial(ca.attention, backend="warp-emulated", schedule=schedule)
+    for in_bulk, modes in ((False, MODES[:1]), (True, MODES)):
+        with planned_as("warp-emulated", dataclasses.replace(IN_BULK, copies_in_bulk=in_bulk)):
+            for mode in modes:
+                with torch.no_grad(), emulating(mode):
+                    found.append(run(attend, case))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
 
 
 @pytest.mark.slow
@@ -215,10 +245,10 @@ def test_more_columns_than_256_are_refused() -> None:
 def test_a_row_has_the_same_bits_alone_and_among_many(generator: torch.Generator) -> None:
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 2, 150, 64), draw(1, 1, 150, 64), draw(1, 1, 150, 64)
-    run = functools.partial(
+    attend = functools.partial(
         ca.attention,
         backend="warp-emulated",
         schedule=ca.Schedule(batch_invariant=True),
         mask_mod=causal("bottom_right"),
     )
-    assert torch.equal(run(q[:, :, -1:], k, v), run(q, k, v)[:, :, -1:])
+    assert torch.equal(attend(q[:, :, -1:], k, v), attend(q, k, v)[:, :, -1:])

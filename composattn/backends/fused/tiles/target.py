@@ -23,7 +23,8 @@ class Target:
     exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
     all instructions (CUDA C++ Programming Guide, compute capability 9.0, taken to hold for 10.0 and 10.3; that the
     doubled exponentials of 10.3 leave other special functions as they were is assumed). `maximum_by_load`: what loads
-    the results of products also gives the largest of them.
+    the results of products also gives the largest of them. `copies_in_bulk`: one instruction brings a tile of a tensor
+    to shared memory, and an mbarrier tells when it is there.
     """
 
     gpu: str = dataclasses.field(compare=False, metadata={"why": "for people to read"})
@@ -40,6 +41,7 @@ class Target:
     issue_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
     maximum_by_load: bool = dataclasses.field(default=False, compare=False, metadata=CHOOSES)
     memory_rate: int = dataclasses.field(default=4800, compare=False, metadata=CHOOSES)
+    copies_in_bulk: bool = True
 
     @staticmethod
     def of(device: torch.device) -> Target:
@@ -73,11 +75,11 @@ BLACKWELL = Target(
 # of products with fp32 sums by the data sheets' dense numbers, SMs and clocks
 AMPERE = Target(
     "A100", "warp", "sm_80", sms=108, shared_memory=163 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=2048, fma_per_clock=64, memory_rate=2039,
+    matrix_per_clock=2048, fma_per_clock=64, memory_rate=2039, copies_in_bulk=False,
 )  # fmt: skip
 ADA = Target(
     "RTX 4090", "warp", "sm_89", sms=128, shared_memory=99 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=512, memory_rate=1008,
+    matrix_per_clock=512, memory_rate=1008, copies_in_bulk=False,
 )  # fmt: skip
 
 TARGETS = {
@@ -90,6 +92,6 @@ TARGETS = {
     (9, 0): HOPPER,
     (10, 0): BLACKWELL,
     (10, 3): dataclasses.replace(BLACKWELL, gpu="B300", arch="sm_103a", exp2_per_clock=32, maximum_by_load=True),
-    (12, 0): dataclasses.replace(ADA, gpu="RTX 5090", arch="sm_120a", sms=170, memory_rate=1792),
-    (12, 1): dataclasses.replace(ADA, gpu="GB10", arch="sm_121a", sms=48, memory_rate=273),
+    (12, 0): dataclasses.replace(ADA, gpu="RTX 5090", arch="sm_120a", sms=170, memory_rate=1792, copies_in_bulk=True),
+    (12, 1): dataclasses.replace(ADA, gpu="GB10", arch="sm_121a", sms=48, memory_rate=273, copies_in_bulk=True),
 }
