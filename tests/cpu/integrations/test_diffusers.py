@@ -154,7 +154,18 @@ def test_a_window_behind_text_is_a_mask_of_the_joint_sequence(monkeypatch: pytes
         diffusers.models.transformers.transformer_flux, "dispatch_attention_fn",
         lambda *qkv, **options: native(*qkv, **{**options, "backend": "native", "attn_mask": pairs}),
     )  # fmt: skip
-    assert distance(ours, results(model, inputs)) < 1e-6
+    theirs, model, inputs = results(model, inputs), model.double(), {k: in_fp64(v) for k, v in inputs.items()}
+    exact = results(model, inputs)
+    # torch's own is 2e-6 off; how far from ours depends on versions of diffusers
+    assert distance(of_fp64(ours), exact) <= 2 * distance(of_fp64(theirs), exact) < 1e-5
+
+
+def in_fp64(given: Any) -> Any:
+    return given.double() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
+
+
+def of_fp64(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.double() for tensor in tensors]
 
 
 def qkv(length: int = 16) -> list[torch.Tensor]:
