@@ -190,7 +190,8 @@ def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
 
 def _element(node: Expr, places: tuple[torch.Tensor, ...], env: Env) -> torch.Tensor:
     tensor = env.tensor_of(node)
-    value = tensor[places] if places else tensor
+    # not by a subclass's own __getitem__: what that does is in the graph
+    value = torch.Tensor.__getitem__(tensor, places) if places else tensor
     return value.to(_torch_type(node.dtype, env))
 
 

@@ -221,3 +221,18 @@ def hold_chosen(backend: str, generator: torch.Generator, dtype: torch.dtype, de
 def test_tables_read_where_the_score_says_get_their_gradients(generator: torch.Generator) -> None:
     for backend in ("streaming", "reference"):
         hold_chosen(backend, generator, torch.float64)
+
+
+class Doubled(torch.Tensor):
+    """Numbers that read as twice what they are."""
+
+    def __getitem__(self, item: Any) -> Any:
+        return 2 * super().__getitem__(item)
+
+
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_what_a_class_does_where_it_is_read_is_done_once(backend: str) -> None:
+    x = torch.randn(1, HEADS, LENGTH, 8, dtype=torch.float64)
+    twice = TABLE.as_subclass(Doubled)
+    out = ca.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + twice[h, j], backend=backend)
+    assert torch.equal(out, ca.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + 2 * TABLE[h, j], backend=backend))

@@ -115,12 +115,13 @@ def untaken_branch() -> Any:
 
 DIFFERENCES = [
     Difference(
-        "fp8 q, k, v", "taken by its GPU kernels", "`UnsupportedDType`", "no kernel of ours multiplies fp8 yet",
+        "fp8 q, k, v", "taken by its GPU kernels", "`UnsupportedDType`; k and v alone are taken",
+        "no output of 8 bits has a softmax's precision; `ca.attention` takes them, with `out_dtype=` and scales",
         lambda: ca.flex_attention(*HALVES), errors.UnsupportedDType,
     ),
     Difference(
         "k and v narrower than q", "taken", "`DTypeMismatch`",
-        "the kernels multiply one type; cast k and v before the call",
+        "the kernels multiply one type, or read 8 bits; cast k and v before the call",
         lambda: ca.flex_attention(Q, K.half(), V.half()), errors.DTypeMismatch,
     ),
     Difference(
