@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from ....analysis.derived import Derived
 from ....analysis.refreshed import Moment
@@ -54,7 +55,9 @@ class BoundOperator:
         launcher = self._launcher
         read, (work,) = self._read(launcher, (launcher.plan.work,), captured, moment)
         out, lse = self._out(q), torch.empty_like(self._lse)
-        launcher.issue(q, k, v, out, lse, None, self._call.scale, read, (), NO_SEQUENCES, work)
+        counter, left = launcher.counted(q) if launcher.counts else (None, None)
+        launch = launcher.launch_in_range if profiler._is_profiler_enabled else launcher.launch
+        launch(q, k, v, out, lse, None, self._call.scale, None, work, tuple(read) or None, None, counter, left)
         return out, lse
 
     def backward(

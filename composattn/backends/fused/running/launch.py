@@ -116,31 +116,14 @@ class ForwardLauncher:
                 reads, work = self._read(q, given, numbers, lie, borrowed)
             else:
                 reads, (work,) = self.reads.given(given) if self.reads.has_numbers else given, found
-        self.issue(q, k, v, out, lse, max_scores, scale, reads, numbers, lie, work)
-
-    def issue(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        max_scores: torch.Tensor | None,
-        scale: float,
-        reads: Sequence[torch.Tensor],
-        numbers: Sequence[float | int],
-        lie: Sequences,
-        work: torch.Tensor | None,
-    ) -> None:
-        """Launches, on the current device, what computes with these `reads` by this table of tiles."""
         if k.dtype is not self.key_type:  # 8 bits, of which the plan wants 16
             k, v = dequantised(k, v, self.plan.target, self.key_type, self.kernel_of)
         captured, scalars, sequences = tuple(reads) or None, tuple(numbers) or None, None if self.is_dense else lie
-        counter, left = self._counted(q) if self.counts else (None, None)
+        counter, left = self.counted(q) if self.counts else (None, None)
         launch = self.launch_in_range if profiler._is_profiler_enabled else self.launch
         launch(q, k, v, out, lse, max_scores, scale, sequences, work, captured, scalars, counter, left)
 
-    def _counted(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def counted(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A counter, and memory for what shares leave, if there are any."""
         if not self.shares:
             return counter_of(q), None
