@@ -15,6 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis import strips as of_images
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
+from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.rewrites import Posed, image_costs, rewritten
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.fused.tiles.target import HOPPER
@@ -217,15 +218,22 @@ def test_images_whose_last_row_is_cut_are_strips_with_that_row(
 
 
 @pytest.mark.usefixtures("few_tiles")
-def test_keys_that_no_query_sees_get_no_gradient_once_memory_is_cleared(generator: torch.Generator) -> None:
-    q, dout = (torch.randn(1, 4, 9 * 48, 64, generator=generator).to(BF16) for _ in range(2))
-    k, v = (torch.randn(1, 2, 24 * 48, 64, generator=generator).to(BF16) for _ in range(2))
+@pytest.mark.parametrize(("columns", "rows", "d"), [(48, (9, 24), 64), (32, (8, 16), 128)])
+def test_keys_that_no_query_sees_get_no_gradient_once_memory_is_cleared(
+    columns: int, rows: tuple[int, int], d: int, generator: torch.Generator
+) -> None:
+    """Blocks have several tiles, some with no query; of D 128 K has two places, through which dK leaves."""
+    q, dout = (torch.randn(1, 4, rows[0] * columns, d, generator=generator).to(BF16) for _ in range(2))
+    k, v = (torch.randn(1, 2, rows[1] * columns, d, generator=generator).to(BF16) for _ in range(2))
 
     def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return ((q // 48 - kv // 48).abs() <= 2) & ((q % 48 - kv % 48).abs() <= 3)
+        return ((q // columns - kv // columns).abs() <= 2) & ((q % columns - kv % columns).abs() <= 3)
 
-    assert in_strips(Problem.of(q, k, v), "backward", mask_mod=near)
-    check(partial(ca.attention, backend="hopper-emulated"), Case(q, k, v, mask_mod=near, dout=dout))
+    asked = Problem.of(q, k, v), ca.Attention(mask_mod=near).program, HOPPER
+    assert in_strips(asked[0], "backward", mask_mod=near)
+    assert plan_backward(*asked).main.tiling.k_stages == d // 64
+    with on_few_sms("hopper-emulated"):
+        check(partial(ca.attention, backend="hopper-emulated"), Case(q, k, v, mask_mod=near, dout=dout))
 
 
 @pytest.mark.usefixtures("few_tiles")

@@ -118,7 +118,8 @@ class KeyConsumer(KeyWarpgroup):
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.number, 0)
-        sK, sV = cute.local_tile(block.sK, (ROWS, tiling.d), mine), cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
+        sK = cute.local_tile(block.sK, (ROWS, tiling.d), (*mine, *(None for _ in range(cute.rank(block.sK) - 2))))
+        sV = cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
         self.mma_resident = product(block.dtype, rows, left_in_registers=True, written=tiling.written)
         self.sK, self.sV = sK, sV
         self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
@@ -136,9 +137,24 @@ class KeyConsumer(KeyWarpgroup):
 
     def wait_for_keys(self, kv_slot) -> None:
         super().wait_for_keys(kv_slot)
-        for resident, shared in ((self.resident_k, self.sK), (self.resident_v, self.sV)):
+        self.kv_slot = kv_slot
+        if self.resident_v is not None:
+            self.wait_for_values()
+        for resident, shared in ((self.resident_k, self.in_stage(self.sK, 2)), (self.resident_v, self.sV)):
             if resident is not None:
                 get(self.mma_resident, resident, shared, self.thread)
+
+    def wait_for_values(self) -> None:
+        """Until V is there, if it does not come with K."""
+        if self.block.v_edge is not None:
+            self.block.v_edge.wait(self.block.value_slot(self.kv_slot))
+
+    def in_stage(self, keys: cute.Tensor, modes: int) -> cute.Tensor:
+        """K, or operands of it, of so many `modes`, of this tile where there are several stages."""
+        if self.tiling.k_stages == 1:
+            return keys
+        place = *(None for _ in range(modes)), self.kv_slot.index
+        return keys[place]
 
     def issue_scores(self, accumulator, resident, a, b, columns: int) -> None:
         """The product of keys, some columns of which are `resident` in registers, and of queries, over so many."""
@@ -162,9 +178,11 @@ class KeyConsumer(KeyWarpgroup):
         at = self.mods.evaluator(self.tile(scores, m))
         self.mods.read_ahead(at)
         block.q_edge.wait(q_slot)
-        self.issue_scores(tSrS, self.resident_k, self.tSrK, self.tSrQ[None, None, None, q_slot.index], self.dims[0])
+        tSrK = self.in_stage(self.tSrK, 3)
+        self.issue_scores(tSrS, self.resident_k, tSrK, self.tSrQ[None, None, None, q_slot.index], self.dims[0])
         lse = self.statistics(block.sLse, q_slot.index)
         block.do_edge.wait(do_slot)
+        self.wait_for_values()
         self.issue_scores(tSrdP, self.resident_v, self.tSrV, self.tSrdO[None, None, None, do_slot.index], self.dims[1])
         delta = self.statistics(block.sDelta, do_slot.index)
         tVrP = self.mma_dv.get_slice(0).make_fragment_A(self.left_shape)
@@ -232,7 +250,7 @@ class KeyConsumer(KeyWarpgroup):
     def start_dq(self, ds_slot) -> cute.Tensor:
         """The product for dQ of a tile, once all have written its dS."""
         self.block.ds_edge.wait(ds_slot)
-        return self.dq.issue(ds_slot.index)
+        return self.dq.issue(ds_slot.index, k_stage=self.kv_slot.index)
 
     def leave_dq(self, last: "LastDq", tQrdQ, dq_slot, ds_slot) -> None:
         """What the product gave, to memory."""
@@ -259,12 +277,18 @@ class KeyConsumer(KeyWarpgroup):
         return *super().following(call, m, carried[:-1]), LastDq(start.toint(), Int32(1))
 
     def end(self, carried):
+        self.wait_for_values()  # where no query came
+        if const_expr(self.block.v_edge is not None):
+            self.block.v_edge.release(self.block.value_slot(self.kv_slot), self.lane)
         if const_expr(not self.tiling.dq_later):
             return carried
         dq_slot, _, _, ds_slot, last = carried
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
+        self.ds_slot = ds_slot.next()  # empty once all have read K for the last dQ
         _only_last_dq(self, last, dq_slot.before(), ds_slot.before())
-        return *carried[:-1], LastDq.none()
+        if self.tiling.k_stages > 1:  # dV alone takes a lap
+            dq_slot = dq_slot.next()
+        return dq_slot, *carried[1:-1], LastDq.none()
 
     def scale_sums(self, call):
         """The factor of dK that is left for the end."""
@@ -277,21 +301,45 @@ class KeyConsumer(KeyWarpgroup):
         else:
             self.round_keys(call)
 
+    def release_keys(self, kv_slot) -> None:
+        if self.tiling.k_stages == 1:  # else who sends dK from there does
+            super().release_keys(kv_slot)
+
     def leave_piece(self, call):
         for target, registers in zip(call.pieces.sums, (self.tKrdK, self.tVrdV), strict=True):
             store_part(target[self.work.piece.slot, None], registers, self.number, self.thread)
         call.pieces.note(self.work, self.tiling.tile_n, (self.number == 0) & (self.thread == 0))
+        if self.tiling.k_stages > 1:
+            self.block.dq_edge.wait_empty(self.dq_slot)
+            self.hand(self.dq_slot)
 
     def hand_keys(self, call):
-        """Through this warpgroup's part of dQ's shared memory, one after the other; who sends dQ sends them."""
-        edge, slot, thread = self.block.dq_edge, self.dq_slot, self.thread
-        for which, mma, sums in ((1, self.mma_dv, self.tVrdV), (0, self.mma_dk, self.tKrdK)):
-            edge.wait_empty(slot)
-            put(mma, narrowed(sums, self.block.dtype), self.block.result_over_dq(which, self.number), thread)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            edge.fill(slot, self.lane)
+        """To who sends dQ, who sends them too: dV through this warpgroup's part of dQ's shared memory.
+
+        Then dK through the same, or both at once: dK in the place of K where the next K has another.
+        """
+        block, slot = self.block, self.dq_slot
+        beside = self.tiling.k_stages > 1
+        if beside:
+            block.ds_edge.wait_empty(self.ds_slot)
+            put(self.mma_dk, self.rounded(self.tKrdK), block.dk_over_keys(self.number, self.kv_slot), self.thread)
+        block.dq_edge.wait_empty(slot)
+        put(self.mma_dv, self.rounded(self.tVrdV), block.result_over_dq(1, self.number), self.thread)
+        self.hand(slot)
+        if not beside:
             slot = Slot(1, self.number, slot.phase ^ 1)
+            block.dq_edge.wait_empty(slot)
+            put(self.mma_dk, self.rounded(self.tKrdK), block.result_over_dq(0, self.number), self.thread)
+            self.hand(slot)
+
+    def rounded(self, sums) -> cute.Tensor:
+        return narrowed(sums, self.block.dtype)
+
+    def hand(self, slot) -> None:
+        """What is in shared memory, to the warp that sends it."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self.block.dq_edge.fill(slot, self.lane)
 
     def send_keys(self, call):
         """Through shared memory of their own, each warpgroup its keys, while the next tile's K and V arrive."""

@@ -24,13 +24,13 @@ class HopperBackwardTiling(BackwardTiling):
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
     does not fit. `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so
     that no warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp
-    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `tries_first`: see
-    `Edge`. `bends_early`: where the derivative of a score looks at the score, P too is computed while dPᵀ runs, with
-    what dP - D is multiplied by, and a tanh near 0 is a polynomial. `resident`: so many columns of a warpgroup's V, and
-    behind them of K, wait in registers for all query tiles, so that the tensor core reads only the others from shared
-    memory.
-    `distances`: numbers in shared memory of their own through which sums of gradients by distance pass. `written`: how
-    products are, see `fused/tiles/written.py`.
+    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `k_stages`: with a
+    second one the next K comes while this one is read, dK leaves through its place, and V comes before a tile ends.
+    `tries_first`: see `Edge`. `bends_early`: where the derivative of a score looks at the score, P too is computed
+    while dPᵀ runs, with what dP - D is multiplied by, and a tanh near 0 is a polynomial. `resident`: so many
+    columns of a warpgroup's V, and behind them of K, wait in registers for all query tiles, so that the tensor core
+    reads only the others from shared memory. `distances`: numbers in shared memory of their own through which sums
+    of gradients by distance pass. `written`: how products are, see `fused/tiles/written.py`.
     """
 
     l2: ClassVar[int] = 16 << 20
@@ -39,6 +39,7 @@ class HopperBackwardTiling(BackwardTiling):
     ds_stages: ClassVar[int] = 2
     dk_parts: ClassVar[int] = 1  # blocks that have columns of dK and dV side by side
 
+    k_stages: int = 1
     do_stages: int = 2
     dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
     tries_first: bool = False
@@ -155,6 +156,7 @@ class HopperBackwardTiling(BackwardTiling):
         weights = self.tile_m * self.tile_n * self.shared_keys
         numbers = weights + self.dq_numbers * self.dq_in_bulk + self.distances
         twice = self.persistent and not self.dq_in_bulk  # dK and dV leave through a place of their own
+        moving += self.tile_n * self.d * (self.k_stages - 1)
         return element_bytes * (stationary * (1 + twice) + moving + scores) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
@@ -165,7 +167,7 @@ class HopperBackwardTiling(BackwardTiling):
     def describe(self) -> dict[str, str]:
         keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"
         return {
-            "stages": f"Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
+            "stages": f"{'K 2, ' * (self.k_stages > 1)}Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
             "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
             f"registers {self.consumer_registers}/{self.producer_registers}",
             "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",

@@ -37,18 +37,21 @@ class DqPart(Fixed):
     def __init__(self, tiling: HopperBackwardTiling, block, warpgroup_index):
         self.mma, part = dq_product(tiling, block.dtype)
         dq = self.mma.get_slice(0)
-        sKt = permuted(block.sK, 1, 0)  # (d, keys)
+        stages = (None,) * (cute.rank(block.sK) - 2)
+        sKt = permuted(block.sK, 1, 0, *range(2, cute.rank(block.sK)))  # (d, keys), then stages
         if tiling.dq_split == "transposed":
+            assert tiling.k_stages == 1, "a left operand of one stage"
             a = cute.local_tile(sKt, (part[0], tiling.tile_n), (warpgroup_index, 0))
             b = cute.local_tile(block.sdS, (part[1], tiling.tile_n), (0, 0, None))
         elif tiling.dq_split == "columns":
             a = block.sdS
-            b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0))
+            b = cute.local_tile(sKt, (part[1], tiling.tile_n), (warpgroup_index, 0, *stages))
         else:
             a = cute.local_tile(block.sdS, (part[0], tiling.tile_n), (warpgroup_index, 0, None))
             b = sKt
         self.tQra, self.tQrb = dq.make_fragment_A(dq.partition_A(a)), dq.make_fragment_B(dq.partition_B(b))
         self.shape = dq.partition_shape_C(part)
+        self.has_stages = bool(stages)
         self.transposed = tiling.dq_split == "transposed"
         self.count = cute.size(self.shape)  # of a thread's numbers
 
@@ -56,10 +59,12 @@ class DqPart(Fixed):
         """A thread's registers for the product."""
         return cute.make_rmem_tensor(self.shape, Float32)
 
-    def issue(self, stage, tQrdQ: cute.Tensor | None = None) -> cute.Tensor:
-        """Registers that the product of a stage of dS is on its way to."""
+    def issue(self, stage, tQrdQ: cute.Tensor | None = None, k_stage=None) -> cute.Tensor:
+        """Registers that the product of a stage of dS, and of K where it has several, is on its way to."""
         tQrdQ = self.registers() if tQrdQ is None else tQrdQ
         at = (None, None, None, stage)
         a, b = (self.tQra, self.tQrb[at]) if self.transposed else (self.tQra[at], self.tQrb)
+        if self.has_stages:
+            b = b[None, None, None, k_stage]
         issue(self.mma, tQrdQ, a, b, False)
         return tQrdQ

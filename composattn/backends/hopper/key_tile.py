@@ -9,7 +9,7 @@ from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
 from ...primitives.dynamic_scheduler import DynamicScheduler
-from ...primitives.pipelines import Copies, Edge, Warps
+from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import Fixed, permuted
 from ..fused.kernels.key_tile import KeyGroup
@@ -21,7 +21,9 @@ from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, wa
 
 
 class HopperLayouts(NamedTuple):
-    """Layouts of tiles in shared memory: (rows, columns), then stages or warpgroups; tiles that stay have neither."""
+    """Layouts of tiles in shared memory: (rows, columns), then stages or warpgroups; tiles that stay have neither, but
+    for K that has several stages.
+    """
 
     q: Any
     dout: Any
@@ -33,7 +35,8 @@ class HopperLayouts(NamedTuple):
 
     @staticmethod
     def of(tiling: HopperBackwardTiling) -> "HopperLayouts":
-        k = tile_layout(tiling.tile_n, tiling.d, together=dq_columns(tiling))
+        stages = tiling.k_stages if tiling.k_stages > 1 else None
+        k = tile_layout(tiling.tile_n, tiling.d, stages, together=dq_columns(tiling))
         v = tile_layout(tiling.tile_n, tiling.dv)
         leaving = k, v
         if tiling.persistent:
@@ -67,6 +70,10 @@ class HopperBackwardBlock(Fixed):
             "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
             "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
         }
+        if tiling.k_stages > 1:
+            # dK leaves through the place of K, which the warps that send it free
+            edges["kv"] = Edge(tiling.k_stages, Copies(tiling.tile_n * tiling.d * wide), Warps(tiling.warpgroups))
+            edges["v"] = Edge(1, Copies(tiling.tile_n * tiling.dv * wide), consumers)
         if deterministic:
             edges["turn"] = self.turns(tiling)
         if tiling.dq_later:
@@ -83,6 +90,7 @@ class HopperBackwardBlock(Fixed):
         self.edges = list(bound.values())
         self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
         self.turn_edge, self.ds_edge, self.dq_edge = (bound.get(name) for name in ("turn", "ds", "dq"))
+        self.v_edge = bound.get("v")
         self.bound = bound
         self.queue = None
         if tiling.persistent:
@@ -131,6 +139,10 @@ class HopperBackwardBlock(Fixed):
     def more_edges(self) -> dict[str, Edge]:
         return {}
 
+    def value_slot(self, kv_slot: Slot) -> Slot:
+        """The slot of V where K has two: every tile is one lap of the only stage."""
+        return Slot(1, Int32(0), kv_slot.index)
+
     def is_first(self, turn_slot) -> Int32 | None:
         """Whether this turn is the first at its query tile, where that matters: not 0."""
         if self.firsts is None:
@@ -148,7 +160,16 @@ class HopperBackwardBlock(Fixed):
         layout = self.results[which]
         room = self.part * Float32.width
         assert cute.cosize(layout.outer) * self.dtype.width <= room, "a result larger than a part of dQ"
-        place = (self.sdQ.iterator + number * self.part).toint()
+        return self._over((self.sdQ.iterator + number * self.part).toint(), layout)
+
+    def dk_over_keys(self, number, kv_slot: Slot) -> cute.Tensor:
+        """dK of a warpgroup's keys, in the place of as many of that stage's keys."""
+        layout = self.results[0]
+        size = cute.cosize(layout.outer) * self.dtype.width // 8
+        start = self.sK.iterator.toint() + (kv_slot.index * self.parts + number) * size
+        return self._over(start, layout)
+
+    def _over(self, place, layout: Any) -> cute.Tensor:
         start = cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(start, swizzle_=layout.inner), layout.outer)
 

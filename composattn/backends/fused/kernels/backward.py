@@ -371,20 +371,35 @@ class Backward(Kernel, Generic[AnyTiling]):
                     steps = me.following(call, run.tile(i), steps)
         steps = me.end(steps)
         if const_expr(tiling.persistent):
-            block.kv_edge.release(kv_slot, me.lane)
+            me.release_keys(kv_slot)
         me.finish(call)
         return kv_slot.next(), *steps
 
     def load_keys(self, call, block, work, kv_slot):
-        """K and V of a block's keys."""
+        """K and V of a block's keys, or K alone where it has more stages."""
         tiling, tmas, tensors = self.tiling, call.tmas, call.tensors
         gK = work.keys.tiles(tensors.k, work.kv_head, (tiling.tile_n, tiling.d))
-        gV = work.keys.tiles(tensors.v, work.kv_head, (tiling.tile_n, tiling.dv))
         tKsK, tKgK = partition(tmas.k, block.sK, gK)
+        if tiling.k_stages > 1:
+            load(tmas.k, tKgK, work.n, tKsK, block.kv_edge.acquire(kv_slot), kv_slot.index)
+            return
+        gV = work.keys.tiles(tensors.v, work.kv_head, (tiling.tile_n, tiling.dv))
         tVsV, tVgV = partition(tmas.v, block.sV, gV)
         bar = block.kv_edge.acquire(kv_slot)
         load(tmas.k, tKgK, work.n, tKsK, bar)
         load(tmas.v, tVgV, work.n, tVsV, bar)
+
+    @cute.jit
+    def load_values(self, call, block, work, kv_slot, left):
+        """V, where K has more stages than V, unless nothing is `left`: for it the tile before has to end, but not for
+        the first queries. Gives what is left.
+        """
+        if left != 0:
+            gV = work.keys.tiles(call.tensors.v, work.kv_head, (self.tiling.tile_n, self.tiling.dv))
+            tVsV, tVgV = partition(call.tmas.v, block.sV, gV)
+            load(call.tmas.v, tVgV, work.n, tVsV, block.v_edge.acquire(block.value_slot(kv_slot)))
+            left = Int32(0)
+        return left
 
     @cute.jit
     def produce_tile(self, block, call, work, slots):
@@ -394,6 +409,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         self.load_keys(call, block, work, kv_slot)
         # for the statistics and the empty sum of dQ: consumers add to it once they have seen statistics
         cute.arch.griddepcontrol_wait()
+        values_left = Int32(1)
         begin, stop = self.members(call, work)
         for member in cutlass.range(begin, stop, unroll=1):
             head = work.kv_head * call.group + member
@@ -424,6 +440,10 @@ class Backward(Kernel, Generic[AnyTiling]):
                     if const_expr(not self.delta_with_q):
                         cute.copy(tmas.rows, tDgDelta[None, padded], tDsDelta[None, do_slot.index], tma_bar_ptr=bar)
                     do_slot = do_slot.next()
+                    if const_expr(tiling.k_stages > 1):
+                        values_left = self.load_values(call, block, work, kv_slot, values_left)
+        if const_expr(tiling.k_stages > 1):
+            self.load_values(call, block, work, kv_slot, values_left)
         return kv_slot.next(), q_slot, do_slot
 
 

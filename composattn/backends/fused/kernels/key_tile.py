@@ -66,6 +66,10 @@ class KeyGroup(Fixed, abc.ABC):
         """Until K and V are there."""
         self.block.kv_edge.wait(kv_slot)
 
+    def release_keys(self, kv_slot) -> None:
+        """K and V have been read."""
+        self.block.kv_edge.release(kv_slot, self.lane)
+
     def begin_head(self, mods: BackwardMods, head, leaves) -> None:
         self.head = head
         self.mods = mods.at(self.tile(None, Int32(0)), leaves)

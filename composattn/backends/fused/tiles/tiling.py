@@ -217,6 +217,11 @@ class BackwardTiling(Tiling):
         return self.dq_begins == "beside"
 
     @property
+    def k_stages(self) -> int:
+        """Places for K in shared memory."""
+        return 1
+
+    @property
     def first_writes(self) -> bool:
         """Whether the first one that has a part of dQ writes it."""
         return self.dq_begins in ("turn", "claim")

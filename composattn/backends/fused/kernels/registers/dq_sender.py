@@ -32,12 +32,16 @@ class DqSender(Fixed):
     def run(self, call):
         if const_expr(call.claims is not None):
             cute.arch.griddepcontrol_wait()  # for empty claims
-        slots = Slot.first(1), Slot.first(AHEAD)
-        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), DynamicScheduler.hear, slots)
+        self.kernel.walk(call, self.block, lambda *work: self.visit(*work), DynamicScheduler.hear, self.first_slots())
+
+    def first_slots(self) -> tuple[Slot, ...]:
+        """The first slots of parts of dQ, of turns, and of K where dK leaves from its place."""
+        keys = (self.block.kv_edge.first,) if self.kernel.tiling.k_stages > 1 else ()
+        return Slot.first(1), Slot.first(AHEAD), *keys
 
     @cute.jit
     def visit(self, call, work, slots):
-        slot, turn_slot = slots
+        slot, turn_slot = slots[:2]
         edge, turns, lane = self.block.dq_edge, self.block.turn_edge, cute.arch.lane_idx()
         first = self.number * self.part
         source = (self.block.sdQ.iterator + first).toint()
@@ -70,8 +74,11 @@ class DqSender(Fixed):
                     if const_expr(call.claims is not None):
                         say_written(claim, writes, lane)
                     slot = slot.next()
-        self.end_tile(call, work, slot)
-        return slot, turn_slot
+        if const_expr(self.kernel.tiling.k_stages == 1):
+            self.end_tile(call, work, slot)
+            return slot, turn_slot
+        self.send_beside(call, work, slot, slots[2])
+        return slot.next(), turn_slot, slots[2].next()
 
     def start_sum(self, writes, source, target, numbers: int) -> None:
         """A bulk copy of so many numbers of dQ that adds, or `writes`, where this block may be the first there."""
@@ -92,14 +99,29 @@ class DqSender(Fixed):
 
     def send_keys(self, call, work, slot) -> None:
         """dV and dK: two more laps of a ring of one stage, so `slot` is the next one again."""
-        block, tiling = self.block, self.kernel.tiling
         for which in (1, 0):
             mine = Slot(1, self.number, slot.phase)
-            box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
-            number = work.n * block.parts + self.number
-            output = work.keys.stored(call.tensors.results[which], work.kv_head, box, number)
-            block.dq_edge.wait(mine)
-            start(Boolean(True), call.tmas.results[which], block.result_over_dq(which, self.number), *output)
+            self.block.dq_edge.wait(mine)
+            self.start_result(call, work, which, Boolean(True), self.block.result_over_dq(which, self.number))
             wait_read(Boolean(True))
-            block.dq_edge.release(mine, cute.arch.lane_idx())
+            self.block.dq_edge.release(mine, cute.arch.lane_idx())
             slot = slot.next()
+
+    def send_beside(self, call, work, slot, kv_slot) -> None:
+        """dV from the place of dQ, in one lap, and dK from that of K, which is free then."""
+        block, mine, lane = self.block, Slot(1, self.number, slot.phase), cute.arch.lane_idx()
+        whole = Boolean(True) if work.piece is None else work.piece.is_whole
+        block.dq_edge.wait(mine)
+        self.start_result(call, work, 1, whole, block.result_over_dq(1, self.number))
+        self.start_result(call, work, 0, whole, block.dk_over_keys(self.number, kv_slot))
+        wait_read(whole)
+        block.dq_edge.release(mine, lane)
+        block.kv_edge.release(kv_slot, lane)
+
+    def start_result(self, call, work, which: int, there, shared) -> None:
+        """The copy of dK (0) or dV of this group's keys, where they are there."""
+        tiling = self.kernel.tiling
+        box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
+        number = work.n * self.block.parts + self.number
+        output = work.keys.stored(call.tensors.results[which], work.kv_head, box, number)
+        start(there, call.tmas.results[which], shared, *output)
