@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from benchmarks.fp8_tilings import GEMM, HEADS, TOKENS, gemm
 from benchmarks.kernel_cases import save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.mods import causal
+
+DIMS = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
 def by_head_in_8_bits(made: ca.QuantizedInputs, masked: bool) -> Call:
@@ -64,8 +66,8 @@ def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
     return found
 
 
-def measured(rounds: int) -> Iterator[dict[str, Any]]:
-    for dims in ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)):
+def measured(rounds: int, every: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    for dims in every:
         for masked in (False, True):
             calls = calls_of(dims, masked)
             timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=12.0)
@@ -82,14 +84,23 @@ def measured(rounds: int) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def dims_of(text: str) -> tuple[tuple[int, int], ...]:
+    """D and Dv by their names, as "64/64,192/128". Raises: `ValueError` for others than `DIMS`."""
+    by_name = {f"{d}/{dv}": (d, dv) for d, dv in DIMS}
+    if unknown := set(text.split(",")) - by_name.keys():
+        raise ValueError(f"{unknown} are none of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dims", default=DIMS, help="64/64,128/128 and so on; default: all", type=dims_of)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if flash_attention_3.is_there():
         print(flash_attention_3.operator()[0].default._schema, flush=True)
-    rows = list(measured(given.rounds))
+    rows = list(measured(given.rounds, given.dims))
     save(rows, given.out)
 
 
