@@ -487,7 +487,7 @@ def test_other_steps_spill_nothing(step: str, d: int, packed: bool, folder: Path
 
 @pytest.mark.parametrize("d", [64, 96, 128])
 def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int, folder: Path) -> None:
-    steps = plans("plain-full", d)
+    steps = plans("plain-full", d, length=1024)
     tile = steps.main.tiling
     in_order = plans("documents-by-offsets", d, deterministic=True).preprocess
     named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
