@@ -140,14 +140,15 @@ def _of_torch(given: Tensors, mean: torch.Tensor | None, how: Rounding) -> Quant
         signs = signs_of(q.shape[-1], q.device)
         q, k = rotated(q, signs), rotated(k, signs)
         mean = None if mean is None else rotated(mean, signs)
-    of_q, of_k, of_v = (_narrow(each, x, how) for each, x in zip(given, (q, k, v), strict=True))
+    turned = how.hadamard, how.hadamard, False
+    of_q, of_k, of_v = (_narrow(*of, how) for of in zip(given, (q, k, v), turned, strict=True))
     return QuantizedInputs(of_q, of_k._replace(mean=None if mean is None else _by_head(mean)), of_v)
 
 
-def _narrow(given: torch.Tensor, x: torch.Tensor, how: Rounding) -> Quantized:
-    """`x`, which was made of `given`, in 8 bits."""
+def _narrow(given: torch.Tensor, x: torch.Tensor, turned: bool, how: Rounding) -> Quantized:
+    """`x`, which was made of `given`, in 8 bits; `turned`: its rows were rotated."""
     learns, x_here = torch.is_grad_enabled() and given.requires_grad, x.detach()
-    scale = of_rows = _scales(x_here, how)
+    scale = of_rows = _scales(x_here, turned, how)
     if how.scale == "block":
         of_rows = scale.repeat_interleave(how.block, 2)[:, :, : x.shape[2]]
     if how.scale == "head":
@@ -156,9 +157,15 @@ def _narrow(given: torch.Tensor, x: torch.Tensor, how: Rounding) -> Quantized:
     return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype)
 
 
-def _scales(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1)."""
-    largest = _together(torch.amax, x.abs(), how)
+def _scales(x: torch.Tensor, turned: bool, how: Rounding) -> torch.Tensor:
+    """(B, H, 1, 1), (B, H, blocks, 1) or (B, H, S, 1); of packed rows (1, H, 1) or (total, H, 1).
+
+    A head's fits numbers as large as its longest row, if rows are rotated: a kernel finds that with no rotation, and
+    floats have room for what is lost. Else a scale fits the largest number.
+    """
+    by_length = turned and how.scale == "head"
+    sizes = torch.linalg.vector_norm(x, dim=-1, keepdim=True) if by_length else x.abs()
+    largest = _together(torch.amax, sizes, how)
     if how.power_of_two:
         return scale_for(largest, how.dtype)
     errors = [_together(torch.sum, rounding_error(x, m, how.dtype) ** 2, how) for m in MANTISSAS]

@@ -285,6 +285,17 @@ def test_scales_that_are_no_powers_of_two_round_better_and_stay_exact(scale: Any
     assert all(best < plain for plain, best in zip(*errors_of, strict=True))
 
 
+def test_a_row_far_longer_than_others_leaves_them_their_digits() -> None:
+    """The scale of a head fits the longest row, however it is rotated."""
+    q, k, v = (drawn(1, 1, 200, 128, seed=n) for n in range(3))
+    q[:, :, 7] *= 300.0
+    by_head, by_row = (ca.quantize(q, k, v, scale=scale).q for scale in ("head", "token"))  # type: ignore[arg-type]
+    assert by_head.data.float().abs().max() < torch.finfo(E4M3).max
+    exact = rotated(q, signs_of(128, q.device))
+    others = [float((x.dequantised(torch.float32) - exact)[:, :, 8:].norm()) for x in (by_head, by_row)]
+    assert others[0] <= 1.02 * others[1]
+
+
 def test_scales_that_are_powers_of_two_make_dequantised_16_bits_exact() -> None:
     made = ca.quantize(*(drawn(1, 2, 64, 32, seed=n, dtype=torch.bfloat16) for n in range(3)), scale="token")
     for x in made:

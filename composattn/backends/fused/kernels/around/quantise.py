@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute import math as cm
 from cutlass.memory import SmemAllocator
 
 from .....call.eight_bits import MANTISSAS
@@ -19,7 +20,8 @@ from ...tiles.architecture import Kernel
 class Quantise(Kernel):
     """A block has some rows of a head of q, k or v: it reads them once, and keeps them in registers.
 
-    Where a head shares a scale, a first kernel finds the largest number of each, and a second one reads that.
+    Where a head shares a scale, a first kernel finds what no number of it is beyond, and a second one reads that: the
+    largest number, or the length of the longest row where rows are rotated, which it then need not do.
     """
 
     arguments = QuantiseArguments
@@ -62,12 +64,16 @@ class Quantise(Kernel):
     def quantise(
         self, x, mean, turned_mean, shared, d: cutlass.Constexpr[int], rotates: cutlass.Constexpr[bool], number: Int32
     ):
-        rows = BlockRows(self.plan, d, rotates, x.given.shape, number)
+        by_length = rotates and self.plan.finds_largest  # no number of a rotated row is larger than the row is long
+        rows = BlockRows(self.plan, d, rotates and not by_length, x.given.shape, number)
         taken = None if mean is None else rows.numbers(mean, 0, rows.has_columns)
         loaded = [rows.load(x.given, step, taken) for step in range(rows.steps)]
         if const_expr(turned_mean is not None):
             _rotate_mean_if(rows.is_first, rows, taken, turned_mean)
-        largest = [choose(rows.has(step), _largest(values), Float32(0.0)) for step, values in enumerate(loaded)]
+        fold = _squares if by_length else _largest
+        largest = [choose(rows.has(step), fold(values), Float32(0.0)) for step, values in enumerate(loaded)]
+        if const_expr(by_length):
+            largest = [cm.sqrt(over_lanes(add, squares, neighbours(rows.lanes))) for squares in largest]
         if const_expr(self.plan.finds_largest):
             self.leave_largest(x.largest[rows.b, rows.head, None], self.of_block(shared, largest, [])[0])
         elif const_expr(self.plan.scale == "token"):
@@ -200,6 +206,14 @@ def _rotate_mean_if(condition, rows: cutlass.Constexpr, taken: cutlass.Constexpr
                 turned[i] = values[i]
             start = target[rows.b, rows.head, 0, None].iterator + rows.column
             move(turned, cute.make_tensor(aligned(start), turned.layout))
+
+
+def _squares(values):
+    """Their sum."""
+    found = Float32(0.0)
+    for x in values:
+        found = cm.fma(x, x, found)
+    return found
 
 
 def _largest(values):
