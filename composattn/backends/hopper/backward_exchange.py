@@ -204,8 +204,8 @@ class ThereDqPart(DqPart):
             dq.make_fragment_B(dq.partition_B(there)),
         )
 
-    def issue(self, stage, tQrdQ=None):
-        tQrdQ = super().issue(stage, tQrdQ)
+    def issue(self, stage, tQrdQ=None, k_stage=None):
+        tQrdQ = super().issue(stage, tQrdQ, k_stage)
         issue(self.mma, tQrdQ, self.left[None, None, None, stage], self.right, True)
         return tQrdQ
 

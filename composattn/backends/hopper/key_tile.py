@@ -53,6 +53,16 @@ class HopperLayouts(NamedTuple):
         )
 
 
+def key_edges(tiling: HopperBackwardTiling, wide: int, consumers: Warps) -> dict[str, Edge]:
+    """What K and V of `wide` bytes a number come by: one edge, or two where K has several stages."""
+    keys, values = (tiling.tile_n * columns * wide for columns in (tiling.d, tiling.dv))
+    if tiling.k_stages == 1:
+        return {"kv": Edge(1, Copies(keys + values), consumers)}
+    # dK leaves through the place of K, which the warps that send it free
+    of_keys = Edge(tiling.k_stages, Copies(keys), Warps(tiling.warpgroups))
+    return {"kv": of_keys, "v": Edge(1, Copies(values), consumers)}
+
+
 class HopperBackwardBlock(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
@@ -65,15 +75,12 @@ class HopperBackwardBlock(Fixed):
         # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
         of_q, of_do = (2, 0) if tiling.shared_keys else (1, 1)
         statistic = 4 * tiling.tile_m
+        of_keys = key_edges(tiling, wide, consumers)
         edges = {
-            "kv": Edge(1, Copies(tiling.tile_n * (tiling.d + tiling.dv) * wide), consumers),
+            "kv": of_keys.pop("kv"),
             "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
             "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
-        }
-        if tiling.k_stages > 1:
-            # dK leaves through the place of K, which the warps that send it free
-            edges["kv"] = Edge(tiling.k_stages, Copies(tiling.tile_n * tiling.d * wide), Warps(tiling.warpgroups))
-            edges["v"] = Edge(1, Copies(tiling.tile_n * tiling.dv * wide), consumers)
+        } | of_keys
         if deterministic:
             edges["turn"] = self.turns(tiling)
         if tiling.dq_later:

@@ -16,6 +16,7 @@ from torch.autograd import profiler
 from ....analysis.streams import device_number, has_streams, is_captured
 from ....call.autograd import Grads
 from ....graph.borrowed import Borrowed
+from .backward_kernels import Tables
 from .gradient import FusedGradient
 from .launch_backward import NO_TABLES, BackwardLauncher
 from .scratch import kept
@@ -23,6 +24,8 @@ from .sums import FixedPointSums
 
 Memory = Callable[[torch.Tensor], torch.Tensor]
 BoundBackward = Callable[..., Grads | None]
+Found = tuple[Sequence[torch.Tensor], Tables]
+Finding = Callable[[Sequence[torch.Tensor], Borrowed | None, int | None], Found | None]
 
 
 def bound_backward(
@@ -50,9 +53,9 @@ def _launching(
     like: Sequence[Memory],
 ) -> BoundBackward:
     """What launches the kernels, with gradients of sinks where these alone are learned."""
-    reads, standing, sizes, scale = launcher.reads, launcher.standing, launcher.sizes, gradient.scale
+    reads, sizes, scale = launcher.reads, launcher.sizes, gradient.scale
     assert sizes is not None and sizes.scratch is not None
-    lasting = None if launcher.reads_nothing else launcher.lasting
+    found_by = _finding(launcher)
     nothing, has_numbers, given = launcher.reads_nothing, reads.has_numbers, reads.given
     launches, turns_of = (launcher.launch, launcher.launch_in_range), sizes.turns  # the second one for profiles
     like_q, like_k, like_v = like
@@ -79,14 +82,11 @@ def _launching(
             if is_captured(stream):
                 return None
         tables = NO_TABLES
-        if lasting is not None:
-            if stream not in lasting:
+        if found_by is not None:
+            found = found_by(captured, borrowed, stream)
+            if found is None:
                 return None
-            captured, tables = lasting[stream]
-        elif standing is not None:
-            tables = standing.found(borrowed, stream)
-            if tables is None:
-                return None
+            captured, tables = found
         of_sinks, learned = gradient.memory_of_sinks(captured) if learns_sinks else (None, none)
         if nothing:
             captured = ()
@@ -105,6 +105,24 @@ def _launching(
         return dq, dk, dv, *learned
 
     return run
+
+
+def _finding(launcher: BackwardLauncher) -> Finding | None:
+    """What finds the tensors and tables that stand for a call, or nothing where they have to be made.
+
+    None where calls read neither.
+    """
+    lasting, standing = launcher.lasting, launcher.standing
+    if lasting is not None and not launcher.reads_nothing:
+        return lambda captured, borrowed, stream: lasting.get(stream)
+    if standing is None:
+        return None
+
+    def found(captured: Sequence[torch.Tensor], borrowed: Borrowed | None, stream: int | None) -> Any:
+        tables = standing.found(borrowed, stream)
+        return None if tables is None else (captured, tables)
+
+    return found
 
 
 def _summing(run: BoundBackward, sums: FixedPointSums, device: int | None) -> BoundBackward:
