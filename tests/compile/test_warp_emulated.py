@@ -143,8 +143,8 @@ BULK_CALLS: dict[str, tuple[Callable[[], Case], ca.Schedule]] = {
     "causal, D 72/40": (lambda: make_case(0, q_len=150, dim=72, v_dim=40, mask_mod=causal(), **BF16), ca.Schedule()),
     "blocks that stay": (lambda: make_case(0, batch=2, q_len=300, dim=64, mask_mod=causal(), **BF16), STAYS),
     "few queries, blocks that stay": (lambda: make_case(0, heads=8, q_len=3, kv_len=300, dim=64, **BF16), STAYS),
-    "a window, D 256": (
-        lambda: make_case(0, batch=1, q_len=200, dim=256, mask_mod=sliding_window(70), **BF16), ca.Schedule()
+    "a window, D 128": (
+        lambda: make_case(0, batch=1, q_len=200, dim=128, mask_mod=sliding_window(70), **BF16), ca.Schedule()
     ),
     **{name: (made, ca.Schedule(split_kv=3 if name == "parts" else "auto")) for name, made in LIES.items()},
 }  # fmt: skip
