@@ -70,10 +70,7 @@ class Quantise(Kernel):
         loaded = [rows.load(x.given, step, taken) for step in range(rows.steps)]
         if const_expr(turned_mean is not None):
             _rotate_mean_if(rows.is_first, rows, taken, turned_mean)
-        fold = _squares if by_length else _largest
-        largest = [choose(rows.has(step), fold(values), Float32(0.0)) for step, values in enumerate(loaded)]
-        if const_expr(by_length):
-            largest = [cm.sqrt(over_lanes(add, squares, neighbours(rows.lanes))) for squares in largest]
+        largest = _lengths(rows, loaded) if by_length else _of_steps(_largest, rows, loaded)
         if const_expr(self.plan.finds_largest):
             self.leave_largest(x.largest[rows.b, rows.head, None], self.of_block(shared, largest, [])[0])
         elif const_expr(self.plan.scale == "token"):
@@ -206,6 +203,16 @@ def _rotate_mean_if(condition, rows: cutlass.Constexpr, taken: cutlass.Constexpr
                 turned[i] = values[i]
             start = target[rows.b, rows.head, 0, None].iterator + rows.column
             move(turned, cute.make_tensor(aligned(start), turned.layout))
+
+
+def _of_steps(fold, rows: cutlass.Constexpr, loaded):
+    """Of each step's numbers, 0 where there are none."""
+    return [choose(rows.has(step), fold(values), Float32(0.0)) for step, values in enumerate(loaded)]
+
+
+def _lengths(rows: cutlass.Constexpr, loaded):
+    """Of each step's row."""
+    return [cm.sqrt(over_lanes(add, of, neighbours(rows.lanes))) for of in _of_steps(_squares, rows, loaded)]
 
 
 def _squares(values):
