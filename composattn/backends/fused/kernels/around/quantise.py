@@ -75,10 +75,8 @@ class Quantise(Kernel):
             self.leave_largest(x.largest[rows.b, rows.head, None], self.of_block(shared, largest, [])[0])
         elif const_expr(self.plan.scale == "token"):
             for step in cutlass.range_constexpr(rows.steps):
-                of_row = [over_lanes(op, number, neighbours(rows.lanes)) for op, number in [
-                    (cute.arch.fmax, largest[step]), *((add, e) for e in self.errors(loaded[step], rows.has(step)))
-                ]]  # fmt: skip
-                scale, factor = self.scale(*of_row)
+                errors = self.errors(loaded[step], rows.has(step))
+                scale, factor = self.scale(*_of_row(rows, largest[step], errors))
                 rows.store_scale(x.scale, rows.row(step), scale, (rows.member == 0) & rows.has_row(step))
                 rows.store(x.data, step, loaded[step], factor, self.format)
         else:
@@ -205,13 +203,19 @@ def _rotate_mean_if(condition, rows: cutlass.Constexpr, taken: cutlass.Constexpr
             move(turned, cute.make_tensor(aligned(start), turned.layout))
 
 
+def _of_row(rows: cutlass.Constexpr, largest, errors):
+    """The largest and the sums of errors of a row, of which each of its threads has some numbers."""
+    row = neighbours(rows.lanes)
+    return [over_lanes(cute.arch.fmax, largest, row), *(over_lanes(add, e, row) for e in errors)]
+
+
 def _of_steps(fold, rows: cutlass.Constexpr, loaded):
-    """Of each step's numbers, 0 where there are none."""
+    """What `fold` gives of the numbers of each step, and 0 where there are none."""
     return [choose(rows.has(step), fold(values), Float32(0.0)) for step, values in enumerate(loaded)]
 
 
 def _lengths(rows: cutlass.Constexpr, loaded):
-    """Of each step's row."""
+    """The length of the row of each step."""
     return [cm.sqrt(over_lanes(add, of, neighbours(rows.lanes))) for of in _of_steps(_squares, rows, loaded)]
 
 
