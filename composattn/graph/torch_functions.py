@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import errors
 from .borrowed import capture_of
@@ -408,9 +409,11 @@ def constant(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _wrapped(func, args, kwargs)
     if kwargs.get("requires_grad"):
         return refuse(errors.UnsupportedOperation, "a tensor made inside a mod learns nothing; make it outside")
-    made = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
+    how = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    made = func(*args, **how)
     if made.ndim == 0:
-        return Proxy(const(made.item(), DType.of(made.dtype)))
+        with _disable_current_modes():  # torch.export(strict=False) does not know what its own tensors hold
+            return Proxy(const(func(*args, **how).item(), DType.of(made.dtype)))
     return made if kwargs.get("device") is None else func(*args, **kwargs)
 
 
