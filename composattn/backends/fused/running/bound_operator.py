@@ -92,26 +92,22 @@ class BoundOperator:
         moment: Moment,
     ) -> _Read:
         """What kernels read, and their tables; those of a mask that reads nothing are made once on each stream."""
-        if self._at:
-            return self._read_anew(launcher, tables, captured, moment)
-        stream = None if self._device is None else torch._C._cuda_getCurrentRawStream(self._device)
-        found = self._lasting.get((launcher, stream))
-        if found is None:
-            found = self._lasting[launcher, stream] = self._read_anew(launcher, tables, captured, moment)
-        return found
-
-    def _read_anew(
-        self,
-        launcher: ForwardLauncher | BackwardLauncher,
-        tables: Sequence[WorkTables | None],
-        captured: Sequence[T],
-        moment: Moment,
-    ) -> _Read:
+        place = None
+        if not self._at:
+            stream = None if self._device is None else torch._C._cuda_getCurrentRawStream(self._device)
+            place = launcher, stream
+            if place in self._lasting:
+                return self._lasting[place]
         given = [c.kept if n is None else captured[n] for c, n in self._at]
+        found: _Read
         if launcher.one_run is not None:
             with Borrowed(self._captures, captured):
-                return launcher.one_run(given, moment)
-        return launcher.reads.given(given), [t and t(NO_SEQUENCES) for t in tables]
+                found = launcher.one_run(given, moment)
+        else:
+            found = launcher.reads.given(given), [t and t(NO_SEQUENCES) for t in tables]
+        if place is not None:
+            self._lasting[place] = found
+        return found
 
 
 def _is_known_by_forms(launcher: ForwardLauncher | BackwardLauncher) -> bool:
