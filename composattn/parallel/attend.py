@@ -68,7 +68,6 @@ def gradients(
     strategy: Strategy, known: Known, begun: Any, saved: Sequence[T], sink: int | None, whole: bool
 ) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
-    # of a view that torch negates as it is read, kernels would read what lies in memory
     dlse = None if known.dlse is None else in_memory(known.dlse)
     known = known._replace(dout=in_memory(known.dout), dlse=dlse)
     found = strategy.backward(known, begun, saved)
