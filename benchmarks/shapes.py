@@ -4,6 +4,8 @@
 the parts "held-out" and "unseen", whose shapes have other lengths and batches. Tables were looked at with the results
 of "held-out"; "unseen" has shapes of neither. "short" has 100 to 1,000 queries, whose last tile is partly empty:
 it was fitted on too. So was "near": other shapes of the kinds that were behind a peer among the unseen ones.
+
+Results name shapes that a table is then mended by, so each judgement draws its own: `drawn(direction, "unseen", seed)`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import functools
 import itertools
 import math
 import random
+import re
 from typing import Literal
 
 from benchmarks.cases import (
@@ -139,15 +142,15 @@ PATTERNS: tuple[tuple[int, PatternFactory], ...] = (
 )  # fmt: skip
 
 
-def drawn(direction: Direction, part: Part) -> list[Case]:
-    """The shapes of a part, models first."""
-    generator = random.Random(f"{direction} {SEEDS[part]}")
+def drawn(direction: Direction, part: Part, seed: int | None = None) -> list[Case]:
+    """The shapes of a part, models first; `seed`: others drawn as those are, none of them in any part."""
+    generator = random.Random(f"{direction} {SEEDS[part] if seed is None else seed}")
     if part == "short":
         return [_of_nobody(direction, generator, (100, 1000)) for _ in range(SHORT)]
     if part == "near":
         near = itertools.islice(itertools.cycle(NEAR[direction]), NEARBY)
         return list({case.name: case for case in (_of_layer(layer, direction, generator) for layer in near)}.values())
-    before = [other for other, seed in SEEDS.items() if seed < SEEDS[part]]
+    before = [other for other in SEEDS if seed is not None or SEEDS[other] < SEEDS[part]]
     taken = {case.name for other in before for case in drawn(direction, other)}
     count = COUNTS[direction]
     found: dict[str, Case] = {}
@@ -168,6 +171,25 @@ def drawn(direction: Direction, part: Part) -> list[Case]:
 def every_shape() -> list[Case]:
     """The shapes of both directions and parts."""
     return [case for direction in COUNTS for part in SEEDS for case in drawn(direction, part)]
+
+
+def shape_named(name: str) -> Case:
+    """The shape of this name, in whatever part or with whatever seed it was drawn."""
+    found = re.fullmatch(r"(forward|backward) (.+): B(\d+) S(\d+)(?: on (\d+))? H([\d/]+) D([\d/]+) (.+)", name)
+    pattern = next((p for p in _patterns() if found and _name(p) == found[8]), None)
+    if found is None or pattern is None:
+        raise ValueError(f"no shape is named {name!r}: names are as {drawn('forward', 'fit')[0].name!r}")
+    direction: Direction = "forward" if found[1] == "forward" else "backward"
+    heads, _, kv_heads = found[6].partition("/")
+    dim, _, v_dim = found[7].partition("/")
+    return Case(
+        name, (f"{direction} shapes",), pattern, int(found[3]), int(heads), int(found[4]), int(dim),
+        kv_heads=int(kv_heads or heads), kv_len=int(found[5] or found[4]), v_dim=int(v_dim or dim), direction=direction,
+    )  # fmt: skip
+
+
+def _patterns() -> list[PatternFactory]:
+    return [p for _, p in PATTERNS] + [layer.pattern for layer in (*LAYERS, *NEAR["forward"], *NEAR["backward"])]
 
 
 def _of_layer(layer: Layer, direction: Direction, generator: random.Random) -> Case:

@@ -1,14 +1,14 @@
 """How good choices are where nobody chose: drawn shapes, every candidate and the peers in turns.
 
     python -m benchmarks.sweep forward --part fit --out benchmarks/results/sweeps/h200-forward-fit.json
-    python -m benchmarks.sweep forward --part unseen --others 2 --share 1/3 --out unseen-1.json
+    python -m benchmarks.sweep forward --part unseen --seed 11 --others 2 --share 1/3 --out unseen-1.json
     python -m benchmarks.sweep --report benchmarks/results/sweeps/*.json
 
 Of each shape (`shapes.py`) it times what is chosen, the other candidates (`candidates.py`), flash-attn-4 and cuDNN, or
 FlexAttention where these serve no such mods; all are checked against fp64 before. **Regret** is the time of what is
 chosen over that of the fastest candidate. Shapes of the part "fit" are what choices are fitted to; those of "held-out"
-judge them. `--others 2` takes little time of a GPU: candidates are timed of those shapes alone that have so few, and of
-the others only what is chosen, and the peers.
+judge them; with a `--seed` of its own a part is drawn anew. `--others 2` takes little time of a GPU: candidates are
+timed of those shapes alone that have so few, and of the others only what is chosen, and the peers.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("direction", nargs="?", choices=list(CANDIDATES), default="forward")
     made.add_argument("--part", choices=list(SEEDS), default="fit")
+    made.add_argument("--seed", type=int, dest="drawn_by", help="draw shapes of such a part with it; default: its own")
     made.add_argument("--share", default="1/1", metavar="N/OF", help="every so many'th shape, from the N'th on")
     made.add_argument("--others", type=int, help="no candidates of shapes that have more of them; default: all")
     made.add_argument("--only", default="", help="shapes with this in their name")
@@ -159,9 +160,10 @@ def main() -> None:
     end = time.monotonic() + options.budget
     for name, value in {"seed": int(time.time()), "log": Path("/tmp/composattn-sweep.log")}.items():
         setattr(options, name, value)
-    result: dict[str, Any] = {**provenance(device), "part": options.part, "rows": []}
+    result: dict[str, Any] = {**provenance(device), "part": options.part, "seed": options.drawn_by, "rows": []}
     number, of = map(int, options.share.split("/"))
-    cases = [case for case in drawn(options.direction, options.part)[number - 1 :: of] if options.only in case.name]
+    shapes = drawn(options.direction, options.part, options.drawn_by)[number - 1 :: of]
+    cases = [case for case in shapes if options.only in case.name]
     team = turns.Team({"this": Path.cwd()}, options.workers, options.log)
     for wave in waves(cases):
         left = end - time.monotonic()

@@ -48,7 +48,7 @@ from benchmarks.implementations import (
 )
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, in_graphs, make_ready, result_row, save
-from benchmarks.shapes import every_shape
+from benchmarks.shapes import every_shape, shape_named
 from benchmarks.tilings import Variant
 from benchmarks.timing import Call, Stopwatch, balanced_orders, summary
 
@@ -96,7 +96,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    by_name = {case.name: case for case in (*CASES, *every_shape())}
+    by_name = {case.name: case for case in CASES}
     kept: dict[str, Prepared] = {}
 
     def implementation(name: str) -> Implementation:
@@ -111,7 +111,7 @@ def serve() -> None:
         if asked["do"] == "prepare":
             torch.manual_seed(asked["seed"])
             asked_for = [implementation(i) for i in asked["implementations"] if i != GEMM]
-            made = Prepared(by_name[name], asked_for, device, GEMM in asked["implementations"])
+            made = Prepared(by_name.get(name) or shape_named(name), asked_for, device, GEMM in asked["implementations"])
             kept[name] = made
             gc.collect()
             torch.cuda.empty_cache()  # what checking took, of a memory that processes share
@@ -285,6 +285,7 @@ def show(case: Case, rows: list[Row], ours: set[str]) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("cases", nargs="?", default="", help="regular expression on the names of cases")
+    made.add_argument("--shape", nargs="+", default=[], help="shapes too, by names as `shapes.py` has them")
     made.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER", help="default: this one")
     made.add_argument("--impl", nargs="+", help="only these implementations, by name")
     made.add_argument("--variant", action="append", default=[], help="fields of a tiling, as tilings.py has them")
@@ -316,7 +317,8 @@ def main() -> None:
     def wanted(case: Case, first: bool) -> list[str]:
         return [*(names if first else kinds), *variants]
 
-    cases = [case for case in (*CASES, *every_shape()) if re.search(options.cases, case.name)]
+    known = (*CASES, *every_shape()) if options.cases or not options.shape else ()
+    cases = [*(case for case in known if re.search(options.cases, case.name)), *map(shape_named, options.shape)]
     cases = [case for case in cases if case.measure in ("tflops", "tbps")]
     start = time.monotonic()
     team = Team(trees, options.workers, options.log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections import Counter
@@ -20,13 +21,15 @@ from benchmarks import (
     planning,
     report,
     run,
+    shapes,
     summary,
     timing,
     trained_scores,
 )
-from benchmarks.cases import CASES, Case, alibi, causal, documents, full, prefix, select, window
+from benchmarks.cases import CASES, Case, Direction, alibi, causal, documents, full, prefix, select, window
 from benchmarks.check import Checker, WrongResult
 from benchmarks.implementations import GEMM, OURS, Inputs, TorchSdpa, interval_ends
+from benchmarks.shapes import COUNTS
 
 CPU = torch.device("cpu")
 SMALL = Case("small", (), causal, batch=2, heads=4, kv_heads=2, q_len=96, dim=16, dtype=torch.float32)
@@ -280,6 +283,20 @@ def test_scores_of_a_trained_model_stand_beside_the_same_rows_of_draws() -> None
     first, second = claims.of_trained(report.Result("chip-trained", {"rows": rows}))
     assert first.endswith("forward: median 0.80×, from 0.80× to 0.80×;")
     assert "slower in 1 of 1 rows." in second and "in the same turns: median 2.00×" in second
+
+
+@pytest.mark.parametrize("direction", COUNTS)
+def test_a_seed_draws_shapes_of_no_part_and_a_name_says_all_of_a_shape(direction: Direction) -> None:
+    fresh = shapes.drawn(direction, "unseen", seed=11)
+    assert len(fresh) == COUNTS[direction]
+    assert not {case.name for case in fresh} & {case.name for case in shapes.every_shape()}
+    for case in fresh:
+        found = shapes.shape_named(case.name)
+        assert dataclasses.replace(found, pattern=case.pattern) == case
+        said, meant = (functools.partial(shape.pattern) for shape in (found, case))
+        assert (said.func, said.keywords) == (meant.func, meant.keywords)
+    with pytest.raises(ValueError, match="names are as 'forward LLaMA 3 8B: B"):
+        shapes.shape_named("forward D128 S8192 full")
 
 
 def test_drawn_shapes_are_counted_by_their_fastest_other() -> None:
