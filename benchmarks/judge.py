@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.candidates import backward_class_of_case, class_of_case
 from benchmarks.cases import Direction
-from benchmarks.shapes import SEEDS, Part, drawn
+from benchmarks.shapes import SEEDS, Part, shape_named
 from benchmarks.sweep import of_forms
 from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
@@ -68,7 +68,7 @@ def timed(direction: Direction, part: Part) -> list[Shape]:
     known = {str(form) for form in (forward_choice.FORMS if direction == "forward" else backward_choice.FORMS)}
     took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
     class_of = class_of_case if direction == "forward" else backward_class_of_case
-    shapes = [Shape(case.name, class_of(case), took[case.name]) for case in drawn(direction, part) if case.name in took]
+    shapes = [Shape(name, class_of(shape_named(name)), times) for name, times in took.items()]
     return [shape for shape in shapes if form_of(direction, TABLES[direction], shape.call) in shape.took]
 
 
