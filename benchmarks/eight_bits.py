@@ -10,7 +10,9 @@ The error is the root mean square of out - exact. P of "and P" is rounded to e4m
 bits has it, with its largest at 2^8. "best of 4": `power_of_two=False`, the best of four scales. "q alone" and so on:
 one of q, k, v and P has 8 bits, per head with Hadamard. "sums" are those of P·V, V of mean 1, in the 14 bits that
 Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 keys ("promoted") or never.
-`--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways.
+`--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways; and as FlashAttention-3's
+paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor, not
+rotated, whose P has fp16.
 """
 
 from __future__ import annotations
@@ -130,6 +132,27 @@ def errors(name: str, keys: int, seeds: int) -> list[Row]:
     ]
 
 
+def by_largest(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x (..., S, D) rounded to e4m3, the largest of each `rows` rows to 448."""
+    blocks = x.unflatten(-2, (-1, rows))
+    scale = blocks.abs().amax((-1, -2), keepdim=True) / 448
+    return (blocks / scale).to(torch.float8_e4m3fn).to(x.dtype).mul(scale).flatten(-3, -2)
+
+
+def as_the_paper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """By blocks, q and k rotated."""
+    q, k = (rotated(x, signs_of(DIM, x.device)) for x in (q, k))
+    return rounded_p(*(by_largest(x, 128) for x in (q, k, v)))
+
+
+def as_its_baseline(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """By tensors, not rotated, P in fp16."""
+    q, k, v = (by_largest(x, x.shape[-2]) for x in (q, k, v))
+    scores = q @ k.mT * DIM**-0.5
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return p.half().to(v.dtype) @ v / p.sum(-1, keepdim=True)
+
+
 def of_outliers(keys: int, draws: int) -> list[Row]:
     """A row for each of `DEFAULT_AND_BEST`, P rounded, of many draws, each rotated `ROTATIONS` times.
 
@@ -148,6 +171,10 @@ def of_outliers(keys: int, draws: int) -> list[Row]:
             made = ca.quantize(q * signs, k * signs, v, **WAYS[name])  # a head each
             out = rounded_p(*(x.dequantised(torch.float32) for x in made))
             found.setdefault(name, []).append(deviation(out, exact.expand_as(out)))
+        wide = q.float(), k.float(), v.float()
+        out = as_the_paper(wide[0] * signs, wide[1] * signs, wide[2])
+        found.setdefault("the paper's", []).append(deviation(out, exact.expand_as(out)))
+        found.setdefault("the paper's baseline", []).append(deviation(as_its_baseline(*wide), exact))
         v_alone = attended(q.float(), k.float(), ca.quantize(q, k, v).v.dequantised(torch.float32))
         found.setdefault("v alone", []).append(deviation(v_alone, exact))
     row = f"D{DIM} {keys} keys outliers, {draws} draws, {ROTATIONS} rotations"
