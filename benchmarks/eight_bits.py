@@ -11,8 +11,8 @@ bits has it, with its largest at 2^8. "best of 4": `power_of_two=False`, the bes
 one of q, k, v and P has 8 bits, per head with Hadamard. "sums" are those of P·V, V of mean 1, in the 14 bits that
 Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 keys ("promoted") or never.
 `--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways; and as FlashAttention-3's
-paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor, not
-rotated, whose P has fp16.
+paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor,
+not rotated, whose P has fp16.
 """
 
 from __future__ import annotations
