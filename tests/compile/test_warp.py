@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 BY_DAY = {
     ("sm_80", 128, "causal", "dense"), ("sm_86", 256, "soft cap", "packed"), ("sm_120a", 64, "none", "paged"),
-    ("sm_120a", 128, "causal", "packed"),
+    ("sm_120a", 128, "causal", "packed"), ("sm_89", 128, "window", "dense"),
 }  # fmt: skip
 MATRIX = [
     pytest.param(*of, marks=[] if of in BY_DAY else [pytest.mark.slow])
