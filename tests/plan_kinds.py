@@ -13,7 +13,7 @@ from composattn.backends.fused.planning.plan_backward import SinkForm, plan_back
 from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
 from composattn.backends.fused.planning.plan_quantise import QuantisePlan
 from composattn.backends.fused.planning.plan_units import UnitsPlan
-from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, Target
+from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, TARGETS, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.mods import causal, document, neighborhood
@@ -68,6 +68,7 @@ PLANS: dict[str, Callable[[], list[Any]]] = {
     "hopper-forward-fp8": lambda: forward(HOPPER, narrow=(torch.float8_e4m3fn,) * 3),
     "blackwell-forward": lambda: forward(BLACKWELL, mask=causal()),
     "warp-forward": lambda: forward(AMPERE, mask=causal()),
+    "warp-forward-in-bulk": lambda: forward(TARGETS[12, 0], mask=causal()),
     "warp-backward": lambda: backward(AMPERE, mask=causal()),
     "hopper-backward": lambda: backward(HOPPER, sinks=SinkForm(torch.float32, False), has_dlse=True),
     "hopper-quantise": lambda: quantise(HOPPER),

@@ -10,7 +10,7 @@ from ...primitives.diagonals import Diagonals
 from ...primitives.register_numbers import add_numbers, store_numbers
 from ...primitives.row_copies import BYTES, RowCopies, copy_line, key_source
 from ...primitives.turns import say, wait_for
-from ...primitives.values import Bundle, narrow, permuted, unknown
+from ...primitives.values import narrow, permuted, unknown
 from ..fused.kernels.backward import Backward, BackwardOperands
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyGroup
@@ -18,6 +18,7 @@ from ..fused.planning.plan_backward import BackwardPlan
 from .key_tile import BackwardProducts, WarpBackwardBlock
 from .mma import fragment_shape
 from .rounding import PartRows
+from .steps import Step
 from .tiling import ROWS, WarpBackwardTiling
 
 LINE = BYTES // 4  # fp32 numbers of a copy
@@ -63,7 +64,7 @@ class WarpBackward(Backward[WarpBackwardTiling]):
     @cute.jit
     def share_roles(self, call, block, warp):
         me = KeyWarp(self, call, block, warp)
-        slots = Nowhere(), QueryStep.first(self.tiling.stages)
+        slots = Nowhere(), Step.first(self.tiling.stages)
         self.walk(call, block, lambda *work: self.visit_tile(block, me, *work), None, slots)
 
 
@@ -72,25 +73,6 @@ class Nowhere:
 
     def next(self) -> "Nowhere":
         return self
-
-
-class QueryStep(Bundle):
-    """Which of a run's query tiles it is, and the stage in which its Q and dO lie."""
-
-    def __init__(self, stages: int, number: Any, stage: Any = 0) -> None:
-        self.stages, self.number, self.stage = stages, number, stage
-        self.parts = ("number", "stage") if stages > 1 else ("number",)
-
-    @staticmethod
-    def first(stages: int) -> "QueryStep":
-        return QueryStep(stages, Int32(0), Int32(0) if stages > 1 else 0)
-
-    def next(self) -> "QueryStep":
-        return QueryStep(self.stages, self.number + 1, self.stage ^ 1 if self.stages > 1 else 0)
-
-    def anew(self) -> "QueryStep":
-        """The first one of another run."""
-        return QueryStep(self.stages, Int32(0), self.stage)
 
 
 class KeyWarp(KeyGroup):

@@ -16,11 +16,12 @@ from ...primitives.kv_source import kv_source
 from ...primitives.pipelines import BoundEdge, Copies, Edge, Slot, Warps, start_edges
 from ...primitives.row_copies import QuerySource, RowCopies, key_source
 from ...primitives.swizzled_tiles import tile_layout
-from ...primitives.values import Bundle, Fixed, choose, permuted
+from ...primitives.values import Bundle, Fixed, permuted
 from ..fused.kernels.forward import prefetch
 from ..fused.kernels.forward_call import ForwardOperands, HostRows, Operands, bulk_operands, plain_output
 from ..fused.planning.arguments import ForwardArguments
 from ..fused.planning.plan import ForwardPlan
+from .steps import Step
 from .tiling import WarpTiling
 
 WIDEST_IN_BULK = 128  # of D 192 and 256 seven of 48 kernels spilled 29 to 36 in bulk, none of five of these by lines
@@ -47,28 +48,6 @@ class WarpBlock(Fixed):
 
     def start(self, call: Any) -> None:
         """All threads of the block, before anything comes."""
-
-
-class Step(Bundle):
-    """Which of a work tile's kv tiles it is, and the stage in which its K and V lie."""
-
-    def __init__(self, stages: int, number: Any, stage: Any = 0) -> None:
-        self.stages, self.number, self.stage = stages, number, stage
-        self.parts = ("number", "stage") if stages > 1 else ("number",)
-
-    @staticmethod
-    def first(stages: int) -> "Step":
-        return Step(stages, Int32(0), Int32(0) if stages > 1 else 0)
-
-    def next(self) -> "Step":
-        return self.after(1)
-
-    def after(self, count: int) -> "Step":
-        """The step `count` later, at most a lap of the stages."""
-        if count % self.stages == 0:
-            return Step(self.stages, self.number + count, self.stage)
-        stage = self.stage + count
-        return Step(self.stages, self.number + count, choose(stage >= self.stages, stage - self.stages, stage))
 
 
 class TileCopies(Fixed, abc.ABC):
@@ -124,7 +103,7 @@ class LineCopies(TileCopies):
     def part(self, rows: int, columns: int, there: int) -> RowCopies:
         return RowCopies(cute.arch.thread_idx()[0], self.threads, rows, columns, there)
 
-    def begin(self, slots: Any) -> "Step":
+    def begin(self, slots: Any) -> Step:
         tiling, work, first = self.tiling, self.work, Step.first(self.tiling.stages)
         if tiling.persistent:
             cute.arch.sync_threads()  # all have read the tile before

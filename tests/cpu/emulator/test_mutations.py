@@ -1,8 +1,8 @@
 """Mutants of our own kernels' PTX: nearly all are caught, and the survivors are of the kinds that change nothing.
 
-`python -m tests.cpu.emulator.test_mutations [forward|backward|warp|warp-backward|blackwell|blackwell-backward|
-blackwell-pair|blackwell-wide|blackwell-wide-pair|blackwell-query-pair] [head dim] [kind] [I/N]` prints every verdict
-(of each N-th mutant from the I-th on): docs/emulator.md.
+`python -m tests.cpu.emulator.test_mutations [forward|backward|warp|warp-in-bulk|warp-backward|blackwell|
+blackwell-backward|blackwell-pair|blackwell-wide|blackwell-wide-pair|blackwell-query-pair] [head dim] [kind] [I/N]`
+prints every verdict (of each N-th mutant from the I-th on): docs/emulator.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, Target
+from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, TARGETS, Target
 from composattn.call.problem import Problem
 from composattn.emulator.launch import Result, run
 from composattn.emulator.mode import Mode
@@ -55,8 +55,8 @@ ON_BLACKWELL = ((384, 384, 1), (256, 128, 1), (384, 128, 1), (257, 129, 2), (640
 # For blocks of 128 keys (of wide rows 64) and query tiles of 128: tiles of keys that no query sees, one query tile and
 # several, ends in the middle of both, one key; a tile of 256 keys with one query tile in all.
 OF_KEYS = ((400, 300, 2), (256, 256, 1), (130, 321, 1), (129, 128, 2), (200, 1, 1), (100, 200, 1))
-SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "warp": ON_WARP, "warp-backward": OF_WARP_KEYS,
-          "blackwell": ON_BLACKWELL, "blackwell-backward": OF_KEYS,
+SHAPES = {"forward": ON_HOPPER, "backward": ON_HOPPER, "warp": ON_WARP, "warp-in-bulk": ON_WARP,
+          "warp-backward": OF_WARP_KEYS, "blackwell": ON_BLACKWELL, "blackwell-backward": OF_KEYS,
           "blackwell-pair": OF_KEYS, "blackwell-wide": OF_KEYS, "blackwell-wide-pair": OF_KEYS,
           "blackwell-query-pair": OF_KEYS}  # fmt: skip
 WIDTHS = {"blackwell-pair": 128, "blackwell-wide": 192, "blackwell-wide-pair": 192,
@@ -157,6 +157,7 @@ TRIALS = {
     "forward": forward_trial,
     "backward": backward_trial,
     "warp": functools.partial(forward_trial, target=AMPERE, first_key=30.0),
+    "warp-in-bulk": functools.partial(forward_trial, target=TARGETS[12, 0], first_key=30.0),
     "warp-backward": functools.partial(backward_trial, target=dataclasses.replace(AMPERE, sms=1)),
     "blackwell": functools.partial(forward_trial, target=BLACKWELL, align="bottom_right", first_key=30.0),
     "blackwell-backward": functools.partial(backward_trial, target=BLACKWELL),
