@@ -2,30 +2,39 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
 from ...primitives.cut_rows import bulk_copy, load, partition
 from ...primitives.dynamic_scheduler import DynamicScheduler
-from ...primitives.pipelines import Copies, Edge, Slot
+from ...primitives.pipelines import Copies, Edge, Slot, Warps
+from ...primitives.register_chunks import add_part
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose, narrow, permuted
-from .backward_apart import ApartBlock, ApartGradientSide, ApartProbabilitySide, ApartSide, DqGroup, HopperBackwardApart
-from .backward_tiling import ExchangeBackwardTiling
+from ..fused.kernels.dq_semaphore import DqSemaphore
+from ..fused.kernels.key_tile import KeyGroup
+from ..fused.kernels.registers.groups import ThreadGroup
+from .backward_tiling import ExchangeBackwardTiling, HopperBackwardTiling
+from .backward_wide import GradientSide, HopperBackwardWide, ProbabilitySide, Side
 from .dq import DqPart, dq_columns
-from .key_tile import HopperLayouts, queries_first
+from .key_tile import HopperBackwardBlock, HopperLayouts, queries_first
 from .wgmma import WARPGROUP, issue, warps_of
 
 
-class HopperBackwardExchange(HopperBackwardApart):
-    """`HopperBackwardApart` by two blocks with half of the keys of a tile each, which visit the same queries.
+class HopperBackwardExchange(HopperBackwardWide):
+    """Two blocks have half of the keys of a tile each, and visit the same queries.
 
-    A warp sends dS to the other block, and each computes half of the columns of dQ from the keys of both: what is added
-    to memory falls to a half. Edges beside those of `HopperBackwardApart`:
+    Roles: as `HopperBackwardWide`, and a third warpgroup that computes dQ and adds it to memory. These additions take
+    as long as the products of a tile, and hold up who issues them: the two sides never wait for them here. A warp sends
+    dS to the other block, and each computes half of the columns of dQ from the keys of both: what is added to memory
+    falls to a half. Nobody meets in the loop. Edges beside those of `HopperBackward`, of a query tile:
 
-        ds        empty when both blocks have read it: what is sent next finds room in the other block
+        weights   first side to second     1 stage
+        ds        second side to dQ; empty when both blocks have read it: what is sent next finds room in the other
         ds there  dS of the other block's keys
+        added     dQ to the warp that says so, in a fixed order: its fence waits for additions, while another warp
+                  waits for the next turn
 
     `dv_later` the product for dV of a query tile starts behind that for the scores of the next one, whose exponentials
     are computed under it.
@@ -34,9 +43,10 @@ class HopperBackwardExchange(HopperBackwardApart):
     def __init__(self, plan):
         super().__init__(plan)
         self.own = plan.tiling.of_block
+        self.threads = (plan.tiling.warpgroups + 2) * WARPGROUP
         self.stored_rows = self.own.tile_n
         first = LaterProbabilitySide if self.own.dv_later else ExchangeProbabilitySide
-        self.groups = first, ExchangeGradientSide, ExchangeDqGroup
+        self.groups = first, ExchangeGradientSide, DqGroup
 
     def layouts(self):
         return HopperLayouts.of(self.own)
@@ -53,9 +63,38 @@ class HopperBackwardExchange(HopperBackwardApart):
 
     @cute.jit
     def share_roles(self, call, block, warp):
+        tiling = self.tiling
         meet()  # barriers of both blocks are there
-        HopperBackwardApart.share_roles(self, call, block, warp)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(tiling.producer_registers)
+            if warp == 0:
+                self.produce(call, block)
+            if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
+                if warp == 3:
+                    call.clearing.run(call)
+            if const_expr(self.plan.deterministic):
+                if warp == 1:
+                    DqSemaphore(self, speakers=1).take(call, block)
+                if warp == 3:
+                    DqSemaphore(self).tell(call, block)
+            if warp == 2:
+                slot = block.ds_there.first
+                self.walk(call, block, lambda *work: self.send_gradients(block, *work), DynamicScheduler.hear, slot)
+        elif warp < 8:
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            self.consume_as(call, block, self.group(block, 0))
+        elif warp < 12:
+            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            self.consume_as(call, block, self.group(block, 1))
+        else:
+            cute.arch.setmaxregister_decrease(tiling.dq_registers)
+            self.consume_as(call, block, self.group(block, 2))
         meet()  # neither leaves while the other may reach into its memory
+
+    def group(self, block, number):
+        """The warpgroup of that number: first side, second side, dQ."""
+        thread = cute.arch.thread_idx()[0] - (number + 1) * WARPGROUP
+        return self.groups[number](self.own, block, thread, number)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -79,12 +118,6 @@ class HopperBackwardExchange(HopperBackwardApart):
             load(tma, source, 2 * work.n + of, target, bar)
 
     @cute.jit
-    def help_producer(self, call, block, warp):
-        if warp == 2:
-            slot = block.ds_there.first
-            self.walk(call, block, lambda *work: self.send_gradients(block, *work), DynamicScheduler.hear, slot)
-
-    @cute.jit
     def send_gradients(self, block, call, work, slot):
         """dS of this block's keys to the other block, as soon as it is there."""
         begin, stop = self.members(call, work)
@@ -106,8 +139,8 @@ def across_layout(tiling):
     return tile_layout(tiling.block_keys, tiling.d // 2, together=dq_columns(tiling))
 
 
-class ExchangeBlock(ApartBlock):
-    """Shared memory and edges as of `ApartBlock`, and what comes from the other block."""
+class ExchangeBlock(HopperBackwardBlock):
+    """Shared memory and edges as of `HopperBackwardBlock`, those of the three groups, and what comes from the other."""
 
     def __init__(self, tiling: ExchangeBackwardTiling, layouts, dtype, deterministic, counter):
         self.pair = tiling
@@ -120,19 +153,38 @@ class ExchangeBlock(ApartBlock):
         side, stages = warps_of(1), pair.ds_stages
         self.ds_bytes = pair.tile_m * pair.block_keys * wide
         keys = Copies(pair.block_keys * (pair.d + pair.dv + pair.d // 2) * wide)
-        return super().more_edges() | {
+        added = {"added": Edge(2, side, None)} if self.in_order else {}
+        return {
             "kv": Edge(1, keys, warps_of(pair.warpgroups)),
             "ds": Edge(stages, side, BothWarps(WARPGROUP // 32)),
+            "weights": Edge(1, side, side),
+            **added,
             "ds there": Edge(stages, Copies(self.ds_bytes), side),
         }
+
+    def turns(self, tiling):
+        """Barriers of turns, one for each stage of dS: who waits looks a query tile ahead."""
+        return Edge(2, Copies(0), Warps(1))
+
+    @property
+    def weights_edge(self):
+        return self.bound["weights"]
+
+    @property
+    def added_edge(self):
+        return self.bound["added"]
 
     @property
     def ds_there(self):
         return self.bound["ds there"]
 
 
-class ExchangeSide(ApartSide):
+class ExchangeSide(Side):
     """A side of a block that has half of the keys of a tile."""
+
+    def products_of(self, columns):
+        """No instruction may take more registers than a thread starts with, which are 128."""
+        return 2 if columns > 192 else 1
 
     def begin(self, work):
         super().begin(work)
@@ -145,8 +197,25 @@ class ExchangeSide(ApartSide):
         return rank()
 
 
-class ExchangeProbabilitySide(ExchangeSide, ApartProbabilitySide):
+class ExchangeProbabilitySide(ExchangeSide, ProbabilitySide):
     """S, P and dV."""
+
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
+        block = self.block
+        at, tSrS, weights = self.probabilities(m, tested, turn_slot, q_slot)
+        self.hand_over(weights, turn_slot)
+        self.start_sum(at, tSrS, do_slot)
+        block.q_edge.release(q_slot, self.lane)
+        warpgroup.wait_group(0)
+        block.do_edge.release(do_slot, self.lane)
+
+    def hand_over(self, weights, turn_slot):
+        """To the other side, as soon as it has read those before."""
+        edge, slot = self.block.weights_edge, Slot(1, turn_slot.index, turn_slot.phase)
+        edge.wait_empty(slot)
+        self.leave_weights(weights)
+        cute.arch.sync_warp()
+        edge.fill(slot, self.lane)
 
 
 class LaterProbabilitySide(ExchangeProbabilitySide):
@@ -188,11 +257,30 @@ class LaterProbabilitySide(ExchangeProbabilitySide):
         return *slots, Int32(0)
 
 
-class ExchangeGradientSide(ExchangeSide, ApartGradientSide):
-    """dP, dS and dK."""
+class ExchangeGradientSide(ExchangeSide, GradientSide):
+    """dP, dS and dK, and the sums of captured gradients, which come from dS."""
+
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
+        block, weights_slot = self.block, Slot(1, turn_slot.index, turn_slot.phase)
+        tSrdP = self.less_delta(m, turn_slot, q_slot, do_slot)
+        block.weights_edge.wait(weights_slot)
+        self.weigh(tSrdP)
+        self.sum_captured(tSrdP, m)
+        cute.arch.sync_warp()
+        block.weights_edge.release(weights_slot, self.lane)
+        tTrdS = self.left(tSrdP)
+        block.ds_edge.wait_empty(ds_slot)
+        copy, place = self.dS_store()
+        cute.copy(copy, copy.retile(tTrdS), place[None, None, None, ds_slot.index])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        block.ds_edge.fill(ds_slot, self.lane)
+        issue(self.mma_sum, self.total, tTrdS, self.tTrb[None, None, None, q_slot.index], True)
+        warpgroup.wait_group(0)
+        block.q_edge.release(q_slot, self.lane)
 
 
-class ThereDqPart(DqPart):
+class DqPartOfBoth(DqPart):
     """A part of dQ, of this block's keys and those of the other one."""
 
     def __init__(self, tiling, block, number, here):
@@ -210,23 +298,56 @@ class ThereDqPart(DqPart):
         return tQrdQ
 
 
-class ExchangeDqGroup(DqGroup):
-    """Half of the columns of dQ."""
+class DqGroup(ThreadGroup, KeyGroup):
+    """Half of the columns of dQ of a query tile, one part after the other through the same registers.
 
-    def made_parts(self):
-        count = self.tiling.dq_parts // 2
-        return [ThereDqPart(self.tiling, self.block, self.place(part), part) for part in range(count)]
+    Two parts at a time leave the sides 8 registers less, and spill beside them.
+    """
+
+    tiling: HopperBackwardTiling
+
+    def __init__(self, tiling, block, thread, number):
+        super().__init__(block, number, thread)
+        self.tiling = tiling
+        self.parts = [DqPartOfBoth(tiling, block, self.place(part), part) for part in range(tiling.dq_parts // 2)]
 
     def place(self, part):
+        """Where a part lies in dQ."""
         return rank() * (self.tiling.dq_parts // 2) + part
 
-    def wait_for_gradients(self, ds_slot):
-        super().wait_for_gradients(ds_slot)
-        self.block.ds_there.wait(ds_slot)
+    def begin(self, work):
+        self.work = work
 
-    def release_gradients(self, ds_slot):
-        super().release_gradients(ds_slot)
-        self.block.ds_there.release(ds_slot, self.lane)
+    def begin_head(self, mods, head, leaves):
+        self.head = head
+
+    def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
+        block, target = self.block, self.dq_sum(call, m)
+        block.ds_edge.wait(ds_slot)
+        block.ds_there.wait(ds_slot)
+        registers, last = self.parts[0].registers(), len(self.parts) - 1
+        for part in range(len(self.parts)):
+            self.parts[part].issue(ds_slot.index, registers)
+            warpgroup.wait_group(0)
+            if const_expr(part == last):  # all products have read dS
+                block.ds_edge.release(ds_slot, self.lane)
+                block.ds_there.release(ds_slot, self.lane)
+            if const_expr(part == 0 and block.in_order):
+                block.turn_edge.wait(ds_slot)
+            add_part(target, registers, self.place(part), self.thread)
+        if const_expr(block.in_order):
+            cute.arch.sync_warp()
+            block.added_edge.fill(ds_slot, self.lane)
+
+    def write_keys(self, call):
+        """K has been read."""
+        self.sync_consumers()
+
+    def leave_piece(self, call):
+        """Nothing: it has none of it."""
+
+    def drain_stores(self):
+        """None."""
 
 
 @cute.jit

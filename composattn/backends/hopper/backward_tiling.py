@@ -102,12 +102,12 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def shared_keys(self) -> bool:
-        return self.kernel in ("backward_wide", "backward_apart", "backward_exchange")
+        return self.kernel in ("backward_wide", "backward_exchange")
 
     @property
     def dq_apart(self) -> bool:
         """Whether a warpgroup of its own computes dQ, `part_columns` at a time."""
-        return self.kernel in ("backward_apart", "backward_exchange")
+        return self.kernel == "backward_exchange"
 
     @property
     def part_columns(self) -> int:
@@ -206,7 +206,7 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
 
     @property
     def of_block(self) -> HopperBackwardTiling:
-        return HopperBackwardTiling(**vars(self) | {"kernel": "backward_apart", "tile_n": self.block_keys})
+        return HopperBackwardTiling(**vars(self) | {"tile_n": self.block_keys})
 
     def shared_memory(self, element_bytes: int) -> int:
         across = self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
