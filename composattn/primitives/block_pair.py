@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 
+from .branches import when
 from .pipelines import BoundEdge, Slot
 from .register_chunks import load_part, store_part
 from .values import Fixed
@@ -47,7 +47,13 @@ class PairCopies(Fixed):
     arrivals: ClassVar[int] = 1
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _expect_if(barriers + stage, 2 * self.bytes, rank() == LEADER)
+        barrier = barriers + stage
+
+        def expect() -> None:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * self.bytes)
+
+        when(rank() == LEADER, expect)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,7 @@ class PairWarps:
         return 2 * self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive_if(barriers + stage, LEADER, lane == 0)
+        _arrive(barriers + stage, LEADER, lane)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,7 @@ class OtherWarps:
         return self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive_if(barriers + stage, other(), lane == 0)
+        _arrive(barriers + stage, other(), lane)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,13 @@ class BothWarps:
         return 2 * self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive_in_both_if(barriers + stage, other(), lane == 0)
+        barrier, there = barriers + stage, other()
+
+        def arrive_in_both() -> None:
+            cute.arch.mbarrier_arrive(barrier)
+            cute.arch.mbarrier_arrive(barrier, there)
+
+        when(lane == 0, arrive_in_both)
 
 
 def copy_across(source: Int32, target: Int32, barrier: cute.Pointer, size: int) -> None:
@@ -125,21 +137,5 @@ class PairSums(Fixed):
             registers[i] = registers[i] + found[i]
 
 
-@cute.jit
-def _expect_if(barrier: cute.Pointer, count: cutlass.Constexpr, condition: Boolean):
-    if condition:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, count)
-
-
-@cute.jit
-def _arrive_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
-    if condition:
-        cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER)
-
-
-@cute.jit
-def _arrive_in_both_if(barrier: cute.Pointer, block: Int32, condition: Boolean):
-    if condition:
-        cute.arch.mbarrier_arrive(barrier)
-        cute.arch.mbarrier_arrive(barrier, block)
+def _arrive(barrier: cute.Pointer, block: Any, lane: Any) -> None:
+    when(lane == 0, lambda: cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER))

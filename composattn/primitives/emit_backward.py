@@ -32,6 +32,7 @@ from ..graph.gradient import derivative
 from ..graph.multiples import constants, is_of_score
 from ..graph.philox import factor_of
 from .arithmetic import ONE_BY_ONE, Arithmetic
+from .branches import when
 from .emit import WORD, AdditiveScore, Evaluator, Leaves, Mods, run_ends, run_of
 from .emit_captured import AnyDiagonals, CapturedSums
 from .emit_dropout import copied, drop
@@ -256,7 +257,7 @@ class BoundBackwardMods(Fixed):
 
     def _hide(self, at: Evaluator, tested: Boolean, *targets: cute.Tensor) -> None:
         """0 where the mask is false or the position lies outside the sequences."""
-        _hide_if(tested, self, at, targets)
+        when(tested, lambda: self.hide(self.evaluator(at.tile), targets))
 
     def hide(self, at: Evaluator, targets: tuple[cute.Tensor, ...]) -> None:
         """By the columns' limits where they hold, else by the mask, which a branch decides."""
@@ -347,13 +348,6 @@ def _bend_by_either(
         mods.bend(at, _afresh(lse), d_probabilities, _afresh(delta), near=False)
     else:
         mods.bend(at, _afresh(lse), d_probabilities, _afresh(delta), near=True)
-
-
-@cute.jit
-def _hide_if(tested: Boolean, mods: cutlass.Constexpr, at: cutlass.Constexpr, targets: cutlass.Constexpr):
-    if tested:
-        # what is computed in the branch must not be seen outside of it
-        mods.hide(mods.evaluator(at.tile), targets)
 
 
 @cute.jit

@@ -9,11 +9,13 @@ rows: all the same with rows and columns exchanged, and diagonals counted the ot
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
+from .branches import when
 from .lanes import LANES
 from .score_tile import ROW_PER_LANE, FragmentShape
 from .values import Fixed, choose
@@ -51,7 +53,7 @@ class LaneDiagonals(Fixed):
             total: Any = None
             for r in range(line * RUN, (line + 1) * RUN):
                 if total is not None:
-                    _store_if(self.lane == LANES - 1, self, place + r - LANES, total)
+                    when(self.lane == LANES - 1, functools.partial(self._put, place + r - LANES, total))
                     before = cute.arch.shuffle_sync_up(total, 1)
                     total = choose(self.lane == 0, Float32(0.0), before) + mine[r]
                 else:
@@ -76,12 +78,6 @@ class LaneDiagonals(Fixed):
             value = cute.make_tensor(place, cute.make_layout(1))[0]
             total = value if total is None else total + value
         return total
-
-
-@cute.jit
-def _store_if(condition: Boolean, diagonals: LaneDiagonals, place: int, number: Float32):
-    if condition:
-        diagonals._put(place, number)
 
 
 __all__ = ["LaneDiagonals"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from .branches import when
 from .values import Bundle, Fixed, choose
 
 
@@ -71,19 +71,19 @@ class Pieces(Bundle):
         """Whose pieces they are, once per tile of so many keys, where the condition holds."""
         tile, _ = divmod(work.piece.slot, self.count)
         where = (work.n,) if work.keys.segment is None else (work.keys.from_start(work.n * tile_n), work.keys.end)
-        _note_if(self.places, tile, (work.b, work.kv_head, *where), condition & (work.piece.index == 0))
+        self._note(tile, (work.b, work.kv_head, *where), condition & (work.piece.index == 0))
 
     def note_absent(self, number: Int32, condition: Boolean) -> None:
         """That a piece of this number is nobody's."""
         tile, index = divmod(number - self.whole, self.count)
-        _note_if(self.places, tile, (Int32(-1),), condition & (index == 0))
+        self._note(tile, (Int32(-1),), condition & (index == 0))
 
+    def _note(self, tile: Int32, place: tuple[Int32, ...], condition: Boolean) -> None:
+        def note() -> None:
+            for i, number in enumerate(place):
+                self.places[tile, i] = number
 
-@cute.jit
-def _note_if(places: cute.Tensor, tile: Int32, place: cutlass.Constexpr, condition: Boolean):
-    if condition:
-        for i in cutlass.range_constexpr(len(place)):
-            places[tile, i] = place[i]
+        when(condition, note)
 
 
 __all__ = ["Piece", "Pieces"]

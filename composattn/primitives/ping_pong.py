@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import cutlass
-import cutlass.cute as cute
 from cutlass import Int32
 
-from .barriers import Barrier, BarrierRow
+from .barriers import BarrierRow
+from .branches import when
 from .values import Fixed, choose
 
 
@@ -23,7 +22,7 @@ class PingPong(Fixed):
     def start(self, group) -> None:
         """The last group lets the first one begin."""
         if self.groups > 1:
-            _arrive_if(group == self.groups - 1, self.barriers[0])
+            when(group == self.groups - 1, self.barriers[0].arrive)
 
     def take(self, group) -> None:
         if self.groups > 1:
@@ -35,9 +34,3 @@ class PingPong(Fixed):
         elif self.groups > 2:
             is_last = group == self.groups - 1
             self.barriers[choose(is_last, Int32(0), group + 1)].arrive()
-
-
-@cute.jit
-def _arrive_if(condition: cutlass.Boolean, barrier: cutlass.Constexpr[Barrier]):
-    if condition:
-        barrier.arrive()

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
 
+from .branches import when
 from .values import Fixed, choose
 
 
@@ -106,7 +107,8 @@ class Warps:
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
         # predicated by lane, not elect: the lane number is at hand and no warp vote is needed
-        _arrive_if(barriers + stage, lane == 0)
+        barrier = barriers + stage
+        when(lane == 0, lambda: cute.arch.mbarrier_arrive(barrier))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +210,3 @@ def start_edges(edges: cutlass.Constexpr, warp: Int32):
                 edge.init()
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-
-
-@cute.jit
-def _arrive_if(barrier: cute.Pointer, condition: cutlass.Boolean):
-    if condition:
-        cute.arch.mbarrier_arrive(barrier)

@@ -8,6 +8,7 @@ same product.
 import cutlass.cute as cute
 from cutlass import Float32
 
+from .branches import when
 from .values import aligned, move
 
 _ADD = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}"
@@ -65,13 +66,7 @@ def clear(memory: cute.Tensor, count: int, threads: int, thread) -> None:
     if rest:
         four = cute.make_layout((4, 1), stride=(1, 0))
         behind = cute.make_tensor(aligned(memory.iterator + (chunks * 4 * threads + thread * 4)), four)
-        _move_if(thread < rest // 4, cute.make_tensor(zeros.iterator, four), behind)
-
-
-@cute.jit
-def _move_if(condition, source, target):
-    if condition:
-        move(source, target)
+        when(thread < rest // 4, lambda: move(cute.make_tensor(zeros.iterator, four), behind))
 
 
 def _of_thread(memory: cute.Tensor, registers: cute.Tensor, group, thread) -> cute.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from .branches import when
 from .lanes import turned
 from .values import narrowed
 
@@ -34,7 +36,8 @@ def store_lines(
         there = inside & (number < lines)
         if cutlass.const_expr(LINES * (i + 1) > count):
             there = there & (lane % LINES < count - LINES * i)
-        _store_if(there, cute.recast_tensor(line, rows.element_type), cute.local_tile(rows[row, None], (8,), (number,)))
+        source, target = cute.recast_tensor(line, rows.element_type), cute.local_tile(rows[row, None], (8,), (number,))
+        when(there, functools.partial(cute.autovec_copy, source, target))
 
 
 def _line(i: int, lane: Any, first: Any, apart: int) -> Any:
@@ -43,12 +46,6 @@ def _line(i: int, lane: Any, first: Any, apart: int) -> Any:
     if apart == 1:
         return LINES * i + of_four
     return (first + (2 * i + of_four // 2) * apart) * 2 + of_four % 2
-
-
-@cute.jit
-def _store_if(condition, source, target):
-    if condition:
-        cute.autovec_copy(source, target)
 
 
 __all__ = ["LINES", "store_lines"]

@@ -1,11 +1,11 @@
 """The backward kernel for Hopper by pairs of blocks, each with half of the columns: D or Dv above 256."""
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.block_pair import LEADER, OtherWarps, PairSums, meet, rank
+from ...primitives.branches import when
 from ...primitives.pipelines import Edge
 from ..fused.kernels.backward import BackwardOperands
 from .backward_tiling import HopperPairBackwardTiling
@@ -97,13 +97,4 @@ class PairGradientSide(HalfOfColumns, GradientSide):
 
     def sum_captured(self, tSrdP, m):
         """Both blocks have all of dS."""
-        _sum_if(rank() == LEADER, self, tSrdP, m)
-
-    def sum_all(self, tSrdP, m):
-        super().sum_captured(tSrdP, m)
-
-
-@cute.jit
-def _sum_if(condition: Boolean, side: cutlass.Constexpr, tSrdP: cutlass.Constexpr, m: Int32):
-    if condition:
-        side.sum_all(tSrdP, m)
+        when(rank() == LEADER, lambda: GradientSide.sum_captured(self, tSrdP, m))

@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
 from ...primitives.barriers import Barriers
+from ...primitives.branches import store_if, when
 from ...primitives.cut_rows import load, partition
 from ...primitives.kv_source import kv_source
 from ...primitives.lanes import add
@@ -345,7 +346,7 @@ class SharedRows(OutputRows[WideTiling]):
         sRows, me = self.block.sRows, self.me
         first = me.shape.first_in_row(me.lane)
         for row, number in zip(self.tile_rows, numbers, strict=True):
-            _put_if(first, sRows, row, me.number, number)
+            store_if(first, sRows, (row, me.number), number)
         me.sync_consumers()
         return [sRows[row, 1 - me.number] for row in self.tile_rows]
 
@@ -365,21 +366,7 @@ class SharedRows(OutputRows[WideTiling]):
             total[r] = choose(first, mine[r] + other, Float32(0.0))
         row_lse = self.store(call)
         me.sync_consumers()  # the next tile's numbers of rows come once these have been read
-        _store_statistics_if(me.number == 0, self, call, row_lse)
-
-
-@cute.jit
-def _put_if(condition: Boolean, target, row: Int32, column: Int32, value: Float32):
-    if condition:
-        target[row, column] = value
-
-
-@cute.jit
-def _store_statistics_if(
-    condition: Boolean, rows: cutlass.Constexpr[SharedRows], call: cutlass.Constexpr, row_lse: cute.Tensor
-):
-    if condition:
-        rows.store_statistics(call, rows.softmax, row_lse, rows.me.lane)
+        when(me.number == 0, lambda: self.store_statistics(call, self.softmax, row_lse, me.lane))
 
 
 __all__ = ["HopperForwardWide"]

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from ....primitives.branches import store_if
 from ....primitives.dynamic_scheduler import DynamicScheduler
 from ....primitives.lanes import WARP, add, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
@@ -47,7 +48,8 @@ class DqSemaphore(Fixed):
                     cute.arch.sync_warp()
                     block.turn_edge.wait_empty(slot)
                     if const_expr(self.kernel.tiling.first_writes):
-                        _put_if(block.firsts + slot.index, Int32(before == 0), lane == 0)
+                        firsts = cute.make_tensor(block.firsts + slot.index, cute.make_layout(1))
+                        store_if(lane == 0, firsts, 0, Int32(before == 0))
                         cute.arch.sync_warp()
                     block.turn_edge.fill(slot)
                     slot = slot.next()
@@ -100,9 +102,3 @@ class DqSemaphore(Fixed):
                 visits = visits | run.visits(m)
             count = count + Int32(visits & (other < end))
         return over_lanes(add, count, WARP[::-1])
-
-
-@cute.jit
-def _put_if(place: cute.Pointer, number: Int32, condition: Boolean):
-    if condition:
-        cute.make_tensor(place, cute.make_layout(1))[0] = number

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, Generic
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from ....analysis.captured_gradient import Pattern, pattern_of
+from ....primitives.branches import store_if
 from ....primitives.emit import BoundMods, Leaves, Mods
 from ....primitives.emit_strips import KeyWords
 from ....primitives.gqa_packing import HeadRows
@@ -121,7 +122,7 @@ class QueryRows(RowPlaces[AnyForwardTiling]):
             value = of_rows[r] if shift is None else of_rows[r] + shift
             q, h, inside = self.row_place(r)
             mine = inside & self.shape.first_in_row(lane)
-            _store_at(queries.head(of_part(target, self.work.part), h), q, value, mine)
+            store_if(mine, queries.head(of_part(target, self.work.part), h), q, value)
 
 
 @dataclasses.dataclass
@@ -170,9 +171,3 @@ def of_part(tensor: cute.Tensor, part) -> cute.Tensor:
         return tensor
     place = (part.index, *(None,) * (cute.rank(tensor) - 1))
     return tensor[place]
-
-
-@cute.jit
-def _store_at(target, q: Int32, value: Float32, mine: Boolean):
-    if mine:
-        target[q] = value

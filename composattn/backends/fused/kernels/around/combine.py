@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from .....call.schedule import MOST_SPLITS
+from .....primitives.branches import store_if
 from .....primitives.split import MOST_PARTS, Weights
 from .....primitives.values import choose, narrow, smaller
 from ...planning.arguments import CombineArguments
@@ -83,7 +84,7 @@ class Combine(Kernel):
         if warp == 0:
             self.store(shared, out, lane)
             if const_expr(lse is not None):
-                _store_if(lane == 0, lse, q, weights.lse)
+                store_if(lane == 0, lse, q, weights.lse)
 
     @cute.jit
     def part(self, row, s: Int32, lane: Int32):
@@ -118,9 +119,3 @@ class Combine(Kernel):
     def has(self, chunk: int, lane: Int32):
         whole = (chunk + 1) * LANES * WIDE <= self.plan.head_dim_v
         return True if whole else (chunk * LANES + lane) * WIDE < self.plan.head_dim_v
-
-
-@cute.jit
-def _store_if(condition, target, at: Int32, value: Float32):
-    if condition:
-        target[at] = value

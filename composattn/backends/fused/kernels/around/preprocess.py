@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .....primitives.branches import store_if
 from .....primitives.delta import row_statistics
 from .....primitives.exponential import exp2
 from .....primitives.padded_tiles import (
@@ -63,11 +64,11 @@ class Preprocess(Kernel):
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         let_next_begin(self.plan.target)  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
-            _clear_if(counter, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
+            store_if((cute.arch.thread_idx()[0] == 0) & _is_first(blocks), counter, 0, Int32(0))
         if const_expr(cleared is not None):
             _clear_of_head(cleared, blocks, self.plan.has_segments)
             handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
-            _clear_if(handed_out, (cute.arch.thread_idx()[0] == 0) & _is_first(blocks))
+            store_if((cute.arch.thread_idx()[0] == 0) & _is_first(blocks), handed_out, 0, Int32(0))
         if const_expr(claims is not None):
             _clear_of_tile(claims, blocks)
         if const_expr(added is not None):
@@ -127,12 +128,6 @@ def _load_statistic(tensor: cute.Tensor, q: Int32, inside: Boolean, else_: Float
 def _is_first(blocks: QueryBlocks) -> Boolean:
     x, y, z = blocks.place()
     return (x == 0) & (y == 0) & (z == 0)
-
-
-@cute.jit
-def _clear_if(counter: cute.Tensor, condition: Boolean):
-    if condition:
-        counter[0] = Int32(0)
 
 
 @cute.jit

@@ -10,9 +10,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from .....primitives.branches import store_if
 from .....primitives.exponential import LOG2_E
 from .....primitives.lanes import LANES, WARP, add, neighbours, over_lanes
 from .....primitives.padded_tiles import shares_of
@@ -53,12 +54,12 @@ class SinkSums(Bundle):
         warps = threads // LANES
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         of_warps = SmemAllocator().allocate_tensor(Float32, cute.make_layout(warps), byte_alignment=16)
-        _store_if(lane == 0, of_warps, warp, over_lanes(add, share, WARP))
+        store_if(lane == 0, of_warps, warp, over_lanes(add, share, WARP))
         cute.arch.sync_threads()
         total = over_lanes(add, of_warps[lane % warps], neighbours(warps))
         (x, _, z), (width, _, _) = blocks.place(), blocks.counts()
         at = x if self.by_sequence else z * width + x
-        _store_if((warp == 0) & (lane == 0), self.shares[self._number(blocks, head, b), None], at, total)
+        store_if((warp == 0) & (lane == 0), self.shares[self._number(blocks, head, b), None], at, total)
 
     def _number(self, blocks: QueryBlocks, head: Int32, b: Int32) -> Int32:
         return b * blocks.counts()[1] + head if self.by_sequence else head
@@ -76,10 +77,4 @@ class SinkSums(Bundle):
             for number in cutlass.range(lane, self.shares.shape[1], LANES, unroll=4):
                 total = total + self.shares[sink, number]
             total = over_lanes(add, total, WARP)
-            _store_if(lane == 0, self.gradient, sink, (-total).to(self.gradient.element_type))
-
-
-@cute.jit
-def _store_if(condition: Boolean, target: cute.Tensor, at: Int32, value: Float32):
-    if condition:
-        target[at] = value
+            store_if(lane == 0, self.gradient, sink, (-total).to(self.gradient.element_type))

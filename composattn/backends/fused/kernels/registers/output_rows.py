@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .....primitives.branches import when
 from .....primitives.bulk_stores import send
 from .....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from .....primitives.register_chunks import THREADS
@@ -116,7 +117,7 @@ class OutputRows(QueryRows[AnyForwardTiling]):
 
     def note_sums_if_doubled(self) -> None:
         if self.me.tiling.threshold.sums_read == "doubled":
-            _if((self.summed[0] & (self.summed[0] - 1)) == 0, self.note_sums)
+            when((self.summed[0] & (self.summed[0] - 1)) == 0, self.note_sums)
 
     def note_sums(self) -> None:
         """Reads sums for the rescale threshold; half of a first tile with a mask is visible on average."""
@@ -193,12 +194,6 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         if self.tiling.persistent:
             self.me.drain_stores()
             self.me.sync_group()
-
-
-@cute.jit
-def _if(condition: Boolean, then: cutlass.Constexpr):
-    if condition:
-        then()
 
 
 @cute.jit

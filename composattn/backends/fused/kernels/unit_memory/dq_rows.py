@@ -4,11 +4,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import const_expr
 
+from .....primitives.branches import when
 from .....primitives.bulk_sums import BulkSums, wait_sums
 from .....primitives.dynamic_scheduler import DynamicScheduler
-from .....primitives.pipelines import BoundEdge, Slot
+from .....primitives.pipelines import Slot
 from .....primitives.register_chunks import THREADS
 from .....primitives.values import Fixed
 from .matrix_memory import MatrixMemory
@@ -68,7 +69,14 @@ class DqRows(Fixed):
         return buffer
 
     def give_turn_on(self, slot: Slot) -> None:
-        _release_if(self.sums.is_sender, self.block.turn_edge, slot, self.lane)
+        """Once what was added is there."""
+
+        def release() -> None:
+            wait_sums(True, read=False)
+            cute.arch.sync_warp()
+            self.block.turn_edge.release(slot, self.lane)
+
+        when(self.sums.is_sender, release)
 
     def add_part(self, columns: Any, target: cute.Pointer, part: Slot, buffer: Slot) -> Slot:
         """Columns of the unit's memory, which the next part may come to when they have been read."""
@@ -86,12 +94,3 @@ class DqRows(Fixed):
 
     def leave(self, numbers: Any, buffer: Slot, target: cute.Pointer) -> Slot:
         return self.sums.add(numbers, buffer, target)
-
-
-@cute.jit
-def _release_if(condition: Boolean, edge: cutlass.Constexpr[BoundEdge], slot: Slot, lane: Int32):
-    """Gives the turn on, once what was added is there."""
-    if condition:
-        wait_sums(True, read=False)
-        cute.arch.sync_warp()
-        edge.release(slot, lane)

@@ -1,11 +1,13 @@
 """A backward that computes P and dS where products lie in memory of the tensor core, and a thread has a key."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .....primitives.branches import when
 from .....primitives.bulk_stores import send, wait_read
 from .....primitives.emit_backward import BoundBackwardMods
 from .....primitives.lane_diagonals import LaneDiagonals
@@ -59,7 +61,7 @@ class KeyRows(KeyGroup):
         zeros.fill(0)
         for columns in (self.tiling.columns.dk, self.tiling.columns.dv):
             for first in range(columns.first, columns.stop, COLUMNS):
-                _write_if(self._mine(first), self.memory, first, zeros)
+                when(self._mine(first), functools.partial(self.memory.write, first, zeros))
         self.memory.written()
 
     def _mine(self, column: int) -> Boolean:
@@ -244,12 +246,6 @@ class Fetched(Fixed):
 
     def __setitem__(self, place: tuple[int, int], value: Float32) -> None:
         self.numbers[place] = value
-
-
-@cute.jit
-def _write_if(mine: Boolean, memory: Any, column: int, words: cute.Tensor):
-    if mine:
-        memory.write(column, words)
 
 
 @cute.jit
