@@ -167,13 +167,6 @@ class BlackwellBackwardPair(BlackwellBackward):
     def block(self, layouts, counter):
         return BlackwellPairBlock(self.tiling, self.dtype, self.plan.deterministic)
 
-    def first_number(self):
-        return cute.arch.block_idx()[0] // 2
-
-    def turn(self, call, work, head, m):
-        """Each block has its own: it adds to rows of its own."""
-        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
-
     @cute.jit
     def multiply(self, call, block):
         if rank() == LEADER:

@@ -54,13 +54,6 @@ class HopperBackwardExchange(HopperBackwardWide):
     def block(self, layouts, counter):
         return ExchangeBlock(self.plan.tiling, layouts, self.dtype, self.plan.deterministic, counter)
 
-    def first_number(self):
-        return cute.arch.block_idx()[0] // 2
-
-    def turn(self, call, work, head, m):
-        """Each block has its own: it adds to columns of its own."""
-        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
-
     @cute.jit
     def share_roles(self, call, block, warp):
         tiling = self.tiling

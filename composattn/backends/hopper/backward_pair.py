@@ -33,13 +33,6 @@ class HopperBackwardPair(HopperBackwardWide):
     def block(self, layouts, counter):
         return HopperPairBlock(self.pair, layouts, self.dtype, self.plan.deterministic, counter)
 
-    def first_number(self):
-        return cute.arch.block_idx()[0] // 2
-
-    def turn(self, call, work, head, m):
-        """Each block has its own: it adds to columns of its own."""
-        return call.turns[work.padded.b, head, None].iterator + (2 * (work.padded.first + m) + rank())
-
     def of_block(self, tensors):
         """Its half of the columns of all but the statistics."""
         d, dv = self.tiling.d, self.tiling.dv

@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
+from ....primitives.block_pair import rank
 from ....primitives.cut_rows import bulk_copy, descriptors, load, partition
 from ....primitives.dynamic_scheduler import DynamicScheduler
 from ....primitives.emit import Leaves
@@ -238,11 +239,15 @@ class Backward(Kernel, Generic[AnyTiling]):
 
     def first_number(self):
         """The number of this block's first tile of keys, or part of one."""
-        return cute.arch.block_idx()[0]
+        number = cute.arch.block_idx()[0]
+        return number if self.plan.tiling.sharing == 1 else number // 2
 
     def turn(self, call, work, head, m) -> cute.Pointer:
-        """Where it is counted how many blocks have added to query tile `m`."""
-        return call.turns[work.padded.b, head, None].iterator + (work.padded.first + m)
+        """Where it is counted how many blocks have added to query tile `m`; each of a pair adds to its own part."""
+        place = work.padded.first + m
+        if self.plan.tiling.sharing == 2:
+            place = 2 * place + rank()
+        return call.turns[work.padded.b, head, None].iterator + place
 
     def exists(self, call, number):
         """Whether a table has the tile of this number, or the one that it is a piece of."""
