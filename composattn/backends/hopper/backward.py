@@ -56,7 +56,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
     def share_roles(self, call, block, warp):
         tiling = self.tiling
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tiling.producer_registers)
+            cute.arch.setmaxregister_decrease(tiling.registers.copying)
             if warp == 0:
                 self.produce(call, block)
             if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
@@ -70,7 +70,7 @@ class HopperBackward(Backward[HopperBackwardTiling]):
                 if (warp > 0) & (warp <= tiling.warpgroups):
                     DqSender(self, block, warp - 1).run(call)
         else:
-            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            cute.arch.setmaxregister_increase(tiling.registers.computing)
             self.consume(call, block)
 
     @cute.jit

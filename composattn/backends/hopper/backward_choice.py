@@ -23,7 +23,8 @@ from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import fitting
 from ..fused.tiles.traits import sums_by
-from .backward_tiling import FILE, ROWS, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
+from .backward_tiling import FILE, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
+from .tiling import ROWS
 
 KEYS = 128  # of a tile
 HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
@@ -187,7 +188,7 @@ def _holding(facts: Facts, cut: dict[str, Any], tiling: HopperBackwardTiling) ->
     tile: 1 to 22 % of what passes shared memory's port, 0 to 4 % of the time.
     """
     taken = first(BY_MODS, facts) + sum(all_of(TAKEN, facts, **cut))
-    spare = tiling.consumer_registers - (tiling.d + tiling.dv) // 2 - tiling.tile_m - taken
+    spare = tiling.registers.computing - (tiling.d + tiling.dv) // 2 - tiling.tile_m - taken
     # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
     most = tiling.dv + tiling.d * (tiling.tile_m == ROWS)
     return dataclasses.replace(tiling, resident=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))

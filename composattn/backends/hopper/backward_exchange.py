@@ -59,7 +59,7 @@ class HopperBackwardExchange(HopperBackwardWide):
         tiling = self.tiling
         meet()  # barriers of both blocks are there
         if warp < 4:
-            cute.arch.setmaxregister_decrease(tiling.producer_registers)
+            cute.arch.setmaxregister_decrease(tiling.registers.copying)
             if warp == 0:
                 self.produce(call, block)
             if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
@@ -74,10 +74,10 @@ class HopperBackwardExchange(HopperBackwardWide):
                 slot = block.ds_there.first
                 self.walk(call, block, lambda *work: self.send_gradients(block, *work), DynamicScheduler.hear, slot)
         elif warp < 8:
-            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            cute.arch.setmaxregister_increase(tiling.registers.computing)
             self.consume_as(call, block, self.group(block, 0))
         elif warp < 12:
-            cute.arch.setmaxregister_increase(tiling.consumer_registers)
+            cute.arch.setmaxregister_increase(tiling.registers.computing)
             self.consume_as(call, block, self.group(block, 1))
         else:
             cute.arch.setmaxregister_decrease(tiling.dq_registers)
@@ -138,6 +138,7 @@ class ExchangeBlock(HopperBackwardBlock):
     def __init__(self, tiling: ExchangeBackwardTiling, layouts, dtype, deterministic, counter):
         self.pair = tiling
         super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
+        self.weights_edge, self.added_edge, self.ds_there = map(self.bound.get, ("weights", "added", "ds there"))
         self.sdSthere = self.tiles(layouts.ds)
         self.sKthere = self.tiles(across_layout(tiling))
 
@@ -158,18 +159,6 @@ class ExchangeBlock(HopperBackwardBlock):
     def turns(self, tiling):
         """Barriers of turns, one for each stage of dS: who waits looks a query tile ahead."""
         return Edge(2, Copies(0), Warps(1))
-
-    @property
-    def weights_edge(self):
-        return self.bound["weights"]
-
-    @property
-    def added_edge(self):
-        return self.bound["added"]
-
-    @property
-    def ds_there(self):
-        return self.bound["ds there"]
 
 
 class ExchangeSide(Side):

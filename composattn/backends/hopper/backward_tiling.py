@@ -10,11 +10,10 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import BackwardTiling
 from ..fused.tiles.written import Written
+from .tiling import ROWS, Registers
 
-ROWS = 64  # of one warpgroup's product
 FILE = Path(__file__).with_name("backward.json")
-# of a thread that computes, and of one that copies, or neither computes nor has dQ: by fields of its tiling
-REGISTERS: Table[tuple[int, int]] = table(FILE, "registers")
+REGISTERS: Table[Registers] = table(FILE, "registers", lambda said: Registers(*said))  # by fields of its tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +85,9 @@ class HopperBackwardTiling(BackwardTiling):
         return self.resident - self.resident_v
 
     @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread that computes."""
-        return first(REGISTERS, self)[0]
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers of a thread that copies, or neither computes nor has dQ."""
-        return first(REGISTERS, self)[1]
+    def registers(self) -> Registers:
+        """Registers of a thread that computes, and of one that copies, or neither computes nor has dQ."""
+        return first(REGISTERS, self)
 
     @property
     def in_segments(self) -> bool:
@@ -134,7 +128,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def dq_registers(self) -> int:
         """Registers of a thread of the warpgroup for dQ: what the others leave."""
-        return 512 - self.producer_registers - 2 * self.consumer_registers
+        return 512 - self.registers.copying - 2 * self.registers.computing
 
     @property
     def dq_numbers(self) -> int:
@@ -169,7 +163,7 @@ class HopperBackwardTiling(BackwardTiling):
         return {
             "stages": f"{'K 2, ' * (self.k_stages > 1)}Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
             "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
-            f"registers {self.consumer_registers}/{self.producer_registers}",
+            f"registers {self.registers.computing}/{self.registers.copying}",
             "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",
         }
 

@@ -112,14 +112,7 @@ def product(
 
 def issue(mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool) -> None:
     """Starts a product, one group for `warpgroup.wait_group`."""
-    issue_together(mma, [(accumulator, a)], b, accumulate)
-
-
-def issue_together(
-    mma: cute.TiledMma, products: Iterable[tuple[cute.Tensor, cute.Tensor]], b: cute.Tensor, accumulate: bool
-) -> None:
-    """Starts products (accumulator, left operand) with one right operand, all of them one group."""
-    issue_all(mma, [(accumulator, a, b) for accumulator, a in products], accumulate)
+    issue_all(mma, [(accumulator, a, b)], accumulate)
 
 
 def issue_all(

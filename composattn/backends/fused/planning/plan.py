@@ -312,7 +312,8 @@ def plan_forward(
 ) -> ForwardPlan:
     """The forward kernel for `problem` on `target`; `tiling` overrides the architecture's choice.
 
-    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `InvalidSchedule`.
+    Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `InvalidSchedule`, `UnknownLength` where
+    lists of tiles would be too large for want of an upper bound of the sequences' lengths.
     """
     posed = rewritten(Posed(problem, program, target, tiling_is_given=tiling is not None)).posed
     returned = {"return_lse": return_lse, "return_max_scores": return_max_scores}
@@ -335,7 +336,8 @@ def forward_of(
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists
     bounded = strips is not None and not strips.several_axes
-    lists = None if bounded else key_lists(problem, program, (tiling.queries, tiling.tile_n))
+    tile = tiling.queries, tiling.tile_n
+    lists = None if bounded else made_lists(KeyLists, program.mask, extent_of(problem), tile)
     if lists is not None and problem.schedule.batch_invariant:
         refuse_order(f"tiles of this mask are listed, as {lists.reason}")
     read = (*program.captures, *(() if lists is None else lists.captures))
@@ -391,14 +393,6 @@ def check_blocks(problem: Problem, blocks: int) -> None:
             f"{problem.batch} sequences of {problem.q_len} queries and {problem.q_heads} heads are {blocks} blocks of "
             f"a kernel, a launch takes {MOST_BLOCKS}; call it for parts of the batch, one after the other"
         )
-
-
-def key_lists(problem: Problem, program: Program, tile: tuple[int, int]) -> KeyLists | None:
-    """Lists of the kv tiles of each query tile, where they leave out more than the mask's bands do.
-
-    Raises: `UnknownLength` where they would be too large for want of an upper bound of the sequences' lengths.
-    """
-    return made_lists(KeyLists, program.mask, extent_of(problem), tile)
 
 
 def derived_among(program: Program, ends: Iterable[Expr]) -> tuple[Derived, ...]:
