@@ -70,29 +70,7 @@ class HopperBackwardBlock(Fixed):
         self, tiling: HopperBackwardTiling, layouts: HopperLayouts, dtype, deterministic: bool, counter: cute.Tensor
     ):
         self.dtype, self.parts, self.in_order = dtype, tiling.warpgroups, deterministic
-        wide = dtype.width // 8
-        consumers = warps_of(tiling.warpgroups)
-        # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
-        of_q, of_do = (2, 0) if tiling.shared_keys else (1, 1)
-        statistic = 4 * tiling.tile_m
-        of_keys = key_edges(tiling, wide, consumers)
-        edges = {
-            "kv": of_keys.pop("kv"),
-            "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
-            "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
-        } | of_keys
-        if deterministic:
-            edges["turn"] = self.turns(tiling)
-        if tiling.dq_later:
-            edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
-        if tiling.dq_in_bulk:  # a stage for each warpgroup's part
-            edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
-        walking = consumers.count + deterministic + tiling.dq_in_bulk * tiling.warpgroups
-        if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
-            edges["queue"] = Edge(2, Warps(1), Warps(walking))
-        edges |= self.more_edges()
-        edges = {name: dataclasses.replace(edge, tries_first=tiling.tries_first) for name, edge in edges.items()}
-        smem = SmemAllocator()
+        edges, smem = self.made_edges(tiling), SmemAllocator()
         bound = dict(zip(edges, Edge.allocate(smem, list(edges.values())), strict=True))
         self.edges = list(bound.values())
         self.kv_edge, self.q_edge, self.do_edge = self.edges[:3]
@@ -115,7 +93,7 @@ class HopperBackwardBlock(Fixed):
             return smem.allocate_tensor(Float32, layout, 128)
 
         self.sLse = row_statistics(tiling.q_stages)
-        self.sDelta = row_statistics(tiling.do_stages if of_do else tiling.q_stages)
+        self.sDelta = row_statistics(tiling.q_stages if tiling.shared_keys else tiling.do_stages)
 
         tiles = self.tiles
         self.sK, self.sV = tiles(layouts.k), tiles(layouts.v)
@@ -139,6 +117,30 @@ class HopperBackwardBlock(Fixed):
         self.sW = None
         if tiling.shared_keys:
             self.sW = smem.allocate_array(Float32, tiling.tile_m * tiling.tile_n, byte_alignment=128)
+
+    def made_edges(self, tiling: HopperBackwardTiling) -> dict[str, Edge]:
+        """All edges, by their names."""
+        wide, statistic = self.dtype.width // 8, 4 * tiling.tile_m
+        consumers = warps_of(tiling.warpgroups)
+        # D comes with Q where dO leaves before a dS is made of both, and fenced (`HopperBackwardWide`)
+        of_q, of_do = (2, 0) if tiling.shared_keys else (1, 1)
+        of_keys = key_edges(tiling, wide, consumers)
+        edges = {
+            "kv": of_keys.pop("kv"),
+            "q": Edge(tiling.q_stages, Copies(tiling.tile_m * tiling.d * wide + of_q * statistic), consumers),
+            "do": Edge(tiling.do_stages, Copies(tiling.tile_m * tiling.dv * wide + of_do * statistic), consumers),
+        } | of_keys
+        if self.in_order:
+            edges["turn"] = self.turns(tiling)
+        if tiling.dq_later:
+            edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
+        if tiling.dq_in_bulk:  # a stage for each warpgroup's part
+            edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
+        walking = consumers.count + self.in_order + tiling.dq_in_bulk * tiling.warpgroups
+        if tiling.persistent:  # numbers of the tiles that follow, for all warps but the copying one
+            edges["queue"] = Edge(2, Warps(1), Warps(walking))
+        edges |= self.more_edges()
+        return {name: dataclasses.replace(edge, tries_first=tiling.tries_first) for name, edge in edges.items()}
 
     def tiles(self, layout) -> cute.Tensor:
         return SmemAllocator().allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
