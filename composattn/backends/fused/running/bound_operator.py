@@ -98,12 +98,12 @@ class BoundOperator:
             place = launcher, stream
             if place in self._lasting:
                 return self._lasting[place]
-        given = [c.kept if n is None else captured[n] for c, n in self._at]
         found: _Read
         if launcher.one_run is not None:
             with Borrowed(self._captures, captured):
-                found = launcher.one_run(given, moment)
+                found = launcher.one_run.of(dict(zip(self._captures, captured, strict=True)), moment)
         else:
+            given = [c.kept if n is None else captured[n] for c, n in self._at]
             found = launcher.reads.given(given), [t and t(NO_SEQUENCES) for t in tables]
         if place is not None:
             self._lasting[place] = found

@@ -100,7 +100,8 @@ class Reads:
 
     def one_run(self, tables: Sequence[WorkTables | None], counted: WorkTables | None) -> OneRun | None:
         """What derives all of dense calls in one run; None where nothing is derived, or numbers have a part."""
-        made = [t for t in tables if t is not None and t.hangs_on_tensors(self.lists is not None and t is counted)]
+        listed = self.lists is not None
+        made = [t for t in dict.fromkeys(tables) if t is not None and t.hangs_on_tensors(listed and t is counted)]
         if self.program.scalars or not (made or self.upkeep.derived or self.lists is not None):
             return None
         return OneRun(self, tables, made, counted)
@@ -114,6 +115,10 @@ class Reads:
 def derives_for_itself() -> Moment | None:
     """Stands for a call that trusts nothing that was derived before, where no graph records it, which derives anew."""
     return None if derives_anew() else distrusted()
+
+
+Found = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]
+"""What kernels read, and their work tables."""
 
 
 class OneRun:
@@ -131,44 +136,46 @@ class OneRun:
         counted: WorkTables | None,
     ) -> None:
         """`made`: those of the work tables that hang on tensors; `counted`: the one that reads what lists count."""
-        self._reads, self._tables, self._made, self._counted = reads, tables, made, counted
+        self._reads, self._made, self._counted = reads, made, counted
         self._derived = [c for c in reads.captured if c in reads.upkeep.derived]
         listed, of_lists = ((), ()) if reads.lists is None else (reads.lists.captures, reads.lists.sources)
         given = [*reads.program.captures, *self._derived, *of_lists, *(c for table in made for c in table.captures)]
         self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
-        self._at_call = {c: n for n, c in enumerate(reads.program.captures)}
-        found = {c: n for n, c in enumerate([*self._derived, *listed])}
-        self._places = [(c, found.get(c), self._at_call.get(c)) for c in reads.captured]
-        self._size = len(found) + len(made)
+        found: dict[object, int] = {c: n for n, c in enumerate([*self._derived, *listed, *made])}
+        self._places = [(c, found.get(c)) for c in reads.captured]
+        self._tables = [(t, None if t is None else found.get(t)) for t in tables]
+        self._size = len(found)
         self._backwards: tuple[OneRun, ...] = ()  # that came after a forward by this
         self._alone = 0  # forwards since one came
         self._own = _Run()
 
     def __call__(
         self, captured: Sequence[torch.Tensor], moment: Moment, made: Mapping[Capture, torch.Tensor] | None = None
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-        """What the kernels read, in their order, and the work tables, of a call that gives these tensors.
+    ) -> Found:
+        """`of` a call that gives these tensors for what its program captures, and borrows what else there is.
 
-        moment: the forward's, for its backward too. made: what was made for the call.
+        made: what was made for the call.
+        """
+        given = dict(zip(self._reads.program.captures, captured, strict=True))
+        return self.of({**given, **made} if made else given, moment)
+
+    def of(self, given: Mapping[Capture, torch.Tensor], moment: Moment) -> Found:
+        """What the kernels read, in their order, and the work tables, of a call that reads these tensors.
+
+        moment: the forward's, for its backward too.
         """
         found = moment.found.get(self)
         if found is None:
-            found = self._found(captured, moment)
+            found = self._found(given, moment)
         elif moment.first is not self:
             moment.first._alone = 0
-        reads = []
-        for capture, of_run, at in self._places:
-            if of_run is not None:
-                reads.append(found[of_run])
-            elif made and capture in made:
-                reads.append(made[capture])
-            else:  # of what is derived and not of the run kernels read nothing
-                reads.append(capture.kept if at is None else captured[at])
-        own = iter(found[self._size - len(self._made) :])
-        tables = [next(own) if t in self._made else None if t is None else t(NO_SEQUENCES) for t in self._tables]
+        reads = [  # of what is derived and not of the run kernels read nothing
+            found[n] if n is not None else given[c] if c in given else c.kept for c, n in self._places
+        ]
+        tables = [t and t(NO_SEQUENCES) if n is None else found[n] for t, n in self._tables]
         return self._reads.given(reads), tuple(tables)
 
-    def _found(self, captured: Sequence[torch.Tensor], moment: Moment) -> Sequence[torch.Tensor]:
+    def _found(self, given: Mapping[Capture, torch.Tensor], moment: Moment) -> Sequence[torch.Tensor]:
         """What the run gives, to be read before this thread's next one."""
         if moment.first is None:
             moment.first = self
@@ -180,13 +187,11 @@ class OneRun:
         backwards, own = self._backwards, self._own
         runs = self, *backwards
         if own.of != runs:
-            sources = list(dict.fromkeys(c for run in runs for c in run._sources))
-            own.given = [(c, self._at_call.get(c)) for c in sources]
-            own.of, own.run = runs, Rerun(partial(_together, runs, sources))
-        given, run = own.given, own.run
-        inputs = [c.tensor if at is None else captured[at] for c, at in given]
+            own.sources = tuple(dict.fromkeys(c for run in runs for c in run._sources))
+            own.of, own.run = runs, Rerun(partial(_together, runs, own.sources))
+        inputs = [given[c] if c in given else c.tensor for c in own.sources]
         with plain_tensors():
-            found = run.again(inputs, self._size) or run(inputs, for_now=self._size)
+            found = own.run.again(inputs, self._size) or own.run(inputs, for_now=self._size)
         first = self._size
         for backward in backwards:
             moment.found[backward] = found[first : first + backward._size]
@@ -196,7 +201,7 @@ class OneRun:
     def _followed_by(self, backward: OneRun) -> None:
         """From now on forwards derive what this one reads as well."""
         knows = backward in self._backwards or len(self._backwards) == MOST_BACKWARDS
-        if not knows and backward._at_call.keys() == self._at_call.keys():
+        if not knows and set(backward._reads.program.captures) == set(self._reads.program.captures):
             self._backwards, self._alone = (*self._backwards, backward), 0
 
     def derived_from(self, at_call: Mapping[Capture, torch.Tensor]) -> list[torch.Tensor]:
@@ -217,7 +222,7 @@ class _Run(threading.local):
     """Each thread has its own: what a run gives lies in a graph's memory, to be read before the thread's next run."""
 
     of: tuple[OneRun, ...] = ()  # what is derived together
-    given: list[tuple[Capture, int | None]]  # from what, and where a call has that
+    sources: tuple[Capture, ...]  # from what
     run: Rerun
 
 
