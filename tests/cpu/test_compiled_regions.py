@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
@@ -132,6 +134,23 @@ def test_what_dynamo_follows_calls_no_c_function_by_a_name_of_ours(
         for where, name, value in called
         if isinstance(value, written_in_c) and not str(value.__module__).startswith("torch")
     ]
+
+
+def test_a_region_asks_at_each_call_for_state_and_not_for_what_the_package_is_made_of(
+    generator: torch.Generator,
+) -> None:
+    q, ids = torch.randn(1, 2, LENGTH, 16, generator=generator), torch.arange(LENGTH) // 9
+
+    def layer(q: torch.Tensor, ids: torch.Tensor) -> Any:
+        return ca.attention(q, q, q, mask_mod=causal() & document(ids), score_mod=alibi(torch.ones(2)))
+
+    for _ in range(2):  # the first region of a process may be followed before Dynamo knows
+        torch._dynamo.reset()
+        torch.compile(layer, backend="eager", fullgraph=True)(q, ids)
+    (entry,) = _debug_get_cache_entry_list(layer.__code__)
+    asked = str(entry.guard_manager)
+    assert "forward_ad._current_level" in asked and ".context.entered" in asked
+    assert not re.findall(r"ID_MATCH: .*\['__import_composattn\w*'\]\.(?:\w+\.__code__|torch\.[\w.]+),", asked)
 
 
 def test_new_masks_of_the_same_form_do_not_recompile(generator: torch.Generator) -> None:

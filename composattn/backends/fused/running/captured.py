@@ -169,10 +169,12 @@ class OneRun:
             found = self._found(given, moment)
         elif moment.first is not self:
             moment.first._alone = 0
-        reads = [  # of what is derived and not of the run kernels read nothing
-            found[n] if n is not None else given[c] if c in given else c.kept for c, n in self._places
+        # of what is derived and not of the run kernels read nothing
+        reads = [
+            found[n] if n is not None else given[c] if c in given else c.kept  # noqa: SIM401  as below
+            for c, n in self._places
         ]
-        tables = [t and t(NO_SEQUENCES) if n is None else found[n] for t, n in self._tables]
+        tables = [found[n] if n is not None else None if t is None else t(NO_SEQUENCES) for t, n in self._tables]
         return self._reads.given(reads), tuple(tables)
 
     def _found(self, given: Mapping[Capture, torch.Tensor], moment: Moment) -> Sequence[torch.Tensor]:
@@ -189,7 +191,7 @@ class OneRun:
         if own.of != runs:
             own.sources = tuple(dict.fromkeys(c for run in runs for c in run._sources))
             own.of, own.run = runs, Rerun(partial(_together, runs, own.sources))
-        inputs = [given[c] if c in given else c.tensor for c in own.sources]
+        inputs = [given[c] if c in given else c.tensor for c in own.sources]  # noqa: SIM401  2 µs where not asked
         with plain_tensors():
             found = own.run.again(inputs, self._size) or own.run(inputs, for_now=self._size)
         first = self._size
