@@ -20,18 +20,18 @@ def add_numbers(start: Any, registers: cute.Tensor, threads: int, first: int = 0
         )
 
 
-def store_numbers(start: Any, registers: cute.Tensor, threads: int, first: int = 0) -> None:
+def store_numbers(start: Any, registers: cute.Tensor, threads: int) -> None:
     """Registers to memory that nobody else writes."""
-    _strided(start, registers, threads, first).store(_plain(registers).load())
+    _strided(start, registers, threads).store(_plain(registers).load())
 
 
-def load_numbers(start: Any, registers: cute.Tensor, threads: int, first: int = 0) -> None:
+def load_numbers(start: Any, registers: cute.Tensor, threads: int) -> None:
     """What `add_numbers` and `store_numbers` have left."""
-    _plain(registers).store(_strided(start, registers, threads, first).load())
+    _plain(registers).store(_strided(start, registers, threads).load())
 
 
-def _strided(start: Any, registers: cute.Tensor, threads: int, first: int) -> cute.Tensor:
-    return cute.make_tensor(start + first * threads, cute.make_layout(cute.size(registers), stride=threads))
+def _strided(start: Any, registers: cute.Tensor, threads: int) -> cute.Tensor:
+    return cute.make_tensor(start, cute.make_layout(cute.size(registers), stride=threads))
 
 
 def _plain(registers: cute.Tensor) -> cute.Tensor:
