@@ -110,7 +110,7 @@ def explain(attn: Pinned, inputs: Inputs, *, emulate: bool = False) -> Explanati
         ("captured sums", call.captured_sums),
         ("kv visited", "\n".join(visited(program.intervals, names))),
         ("tiles", f"{TILE[0]} x {TILE[1]}: {tiles}"),
-        ("FLOPs", f"{flops:.3e} forward in visited tiles, {dense:.3e} dense"),
+        ("FLOPs", f"{flops:.3e} forward in visited tiles, each counted whole; {dense:.3e} dense"),
         ("backend", f"{backend.name} ({backend.takes}){elsewhere}"),
         ("rewrites", call.rewrites),
         ("plan", call.plan),

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from .api import MaskMod, ScoreMod, attention
+from .call.checks import refuse_arguments
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .graph import copies
@@ -57,7 +58,7 @@ class Attention(torch.nn.Module):
 
     def __init__(
         self,
-        *,
+        *surplus: Any,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
         sinks: torch.Tensor | None = None,
@@ -66,7 +67,9 @@ class Attention(torch.nn.Module):
         backend: str | None = None,
         deterministic: bool | None = None,
         schedule: Schedule | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_arguments(surplus, unknown)
         super().__init__()
         self.scale, self.backend, self.deterministic, self.schedule = scale, backend, deterministic, schedule
         self.dropout_p = dropout_p
@@ -84,13 +87,15 @@ class Attention(torch.nn.Module):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
+        *surplus: Any,
         return_lse: bool = False,
         return_max_scores: bool = False,
         varlen: Varlen | None = None,
         paged: Paged | None = None,
+        **unknown: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out, and what else is asked for; shapes, gradients and errors as in `ca.attention`."""
+        refuse_arguments(surplus, unknown)
         score_mod, mask_mod, sinks = self._mods()
         return attention(
             q,

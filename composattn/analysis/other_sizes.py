@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from ..errors import ModShapeMismatch
 from ..graph.expr import Expr, walk
 from .program import Program
+from .symbolic import read_in_words
 
 _CALLED = {"b": "batch entries", "h": "query heads"}
 
@@ -36,9 +37,8 @@ def refuse_other_sizes(program: Program, sizes: Mapping[str, int]) -> None:
                 axis = axis_of(index)
                 if axis is not None and length > sizes[axis]:
                     raise ModShapeMismatch(
-                        f"a captured tensor of shape {shape} is read at {list(node.args)}, so it has {length} entries "
-                        f"for {sizes[axis]} {_CALLED[axis]}; capture those of this call, as tensor"
-                        f"{_slice(dim, sizes[axis])}, {_part(axis)}"
+                        f"{read_in_words(node)}, so it has {length} entries for {sizes[axis]} {_CALLED[axis]}; "
+                        f"capture those of this call, as tensor{_slice(dim, sizes[axis])}, {_part(axis)}"
                     )
 
 

@@ -20,6 +20,7 @@ from ..graph.ops import apply
 from ..graph.rebuilt import substitute
 from .derived import Derived
 from .program import Program
+from .symbolic import read_in_words
 from .tiles import EMPTY, tiles
 
 _TILE = 128
@@ -76,9 +77,8 @@ def refuse_outside_reads(
         if pair is not None:
             b, h, q, kv = pair
             raise CapturedIndexOutOfRange(
-                f"a captured tensor of shape {tuple(read.attr.tensor.shape)} is read at {list(read.args)}, which "
-                f"leaves that shape at b {b + first}, h {h}, q {q}, kv {kv}, where the mask is true; make the tensor "
-                "larger, clamp the index, or hide those pairs with the mask"
+                f"{read_in_words(read)}, which leaves that shape at b {b + first}, h {h}, q {q}, kv {kv}, "
+                "where the mask is true; make the tensor larger, clamp the index, or hide those pairs with the mask"
             )
 
 

@@ -16,6 +16,7 @@ from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from .graphs import refuse_in_graph
 from .program import Program
+from .symbolic import read_in_words
 from .tiles import FULL, PARTIAL, tiles
 
 _CALLED = {"b": "batch", "h": "query heads", "q": "queries", "kv": "keys"}
@@ -41,9 +42,8 @@ def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch
                 asked = True
                 if _sees(program.mask, index.attr, length, sizes, device):
                     raise CapturedIndexOutOfRange(
-                        f"a captured tensor of shape {shape} is read at {list(node.args)}, and the call has "
-                        f"{sizes[index.attr]} for {_CALLED[index.attr]}; make the tensor larger, clamp the index, or "
-                        "hide those pairs with the mask"
+                        f"{read_in_words(node)}, and the call has {sizes[index.attr]} for {_CALLED[index.attr]}; "
+                        "make the tensor larger, clamp the index, or hide those pairs with the mask"
                     )
     return asked
 

@@ -170,6 +170,13 @@ def formula(expr: Expr, names: Names | None = None) -> str:
     return done[expr][0]
 
 
+def read_in_words(read: Expr) -> str:
+    """Which tensor a read reads, and where: `a captured tensor of shape (4, 128) is read at [h, q - kv]`."""
+    names = Names(*read.args)
+    place = ", ".join(formula(index, names) for index in read.args)
+    return f"a captured tensor of shape {tuple(read.attr.tensor.shape)} is read at [{place}]"
+
+
 def _extreme(node: Expr, done: dict[Expr, tuple[str, int]], names: Names) -> tuple[str, int] | None:
     """What `derived.range_extreme` builds, as the least or largest of a run of elements: `min(t1[first..last])`.
 
@@ -240,6 +247,8 @@ def _infix(node: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
     whole = [op == "mul" and a.op in ("floordiv", "mod") for a in node.args]
     left = _inside(args[0], binding + (op == "pow" or binding == 5 or whole[0]))
     right = _inside(args[1], binding + ((op not in _ASSOCIATIVE and op != "pow") or whole[1]))
+    if op == "add" and right.startswith("-"):
+        return f"{left} - {right[1:]}", binding  # q + -80
     return f"{left}{sign}{right}" if op in ("mul", "pow") else f"{left} {sign} {right}", binding
 
 

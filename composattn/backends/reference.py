@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..analysis.derived import refresh, values
 from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
+from ..analysis.symbolic import read_in_words
 from ..call.autograd import BackwardInputs, Grads
 from ..call.inputs import Asked, Inputs
 from ..call.problem import Problem
@@ -349,9 +350,7 @@ class _Dense:
     def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for node, outside in env.reads or ():
             if bool(visible(outside).any()):
-                shape = tuple(node.attr.tensor.shape)
                 raise CapturedIndexOutOfRange(
-                    f"a captured tensor of shape {shape} is read at {list(node.args)}, which leaves that shape at "
-                    f"{int(visible(outside).sum())} visible pairs; make the tensor larger, clamp the index, "
-                    "or hide those pairs with the mask"
+                    f"{read_in_words(node)}, which leaves that shape at {int(visible(outside).sum())} visible pairs; "
+                    "make the tensor larger, clamp the index, or hide those pairs with the mask"
                 )

@@ -100,7 +100,7 @@ def refuse_arguments(surplus: Sequence[object], unknown: Iterable[str]) -> None:
     """Raises `UnnamedArgument` for what stands behind q, k and v, `UnknownKeyword` for a name that is no argument."""
     if surplus:
         raise errors.UnnamedArgument(
-            f"a {type(surplus[0]).__name__} has no name here; only q, k and v of a call have none: "
+            f"an argument of type {type(surplus[0]).__name__} has no name here; only q, k and v of a call have none: "
             "write mask_mod=..., score_mod=..., scale=..."
         )
     for name in unknown:

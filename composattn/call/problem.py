@@ -251,7 +251,10 @@ def refuse_unreadable(name: str, t: torch.Tensor) -> None:
         raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor")
     refuse_foreign(name, t)
     if t.is_nested:
-        raise errors.UnsupportedLayout(f"{name} is a nested tensor; pass its values and varlen=ca.Varlen(its offsets)")
+        raise errors.UnsupportedLayout(
+            f"{name} is a nested tensor; pass the values of a jagged one, (total, H, D), and "
+            "varlen=ca.Varlen(offsets.int())"
+        )
     lies = undense(t)
     if lies is not None:
         raise errors.UnsupportedLayout(f"{name} is {lies[0]}; pass a dense tensor: {name}.{lies[1]}")

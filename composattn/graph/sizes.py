@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .dynamo import is_traced
 
 
 def surely(said: Any) -> bool:
     """Whether a comparison of sizes is known to hold, whatever they will be: what is refused before the run."""
-    if not is_traced() and said.__class__ is bool:
-        return said  # type: ignore[no-any-return]
+    if not is_traced() and not isinstance(said, torch.SymBool):
+        return bool(said)  # torch.jit.trace, which calls refuse, has tensors here
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(said)

@@ -64,7 +64,7 @@ class Mask(Mod):
         if isinstance(fn, torch.Tensor):
             raise errors.WrongComposition(
                 "a tensor is not a mask; wrap it: `lambda b, h, q, kv: tensor[b, h, q, kv]`, "
-                "or mods.scores.bias(tensor) for an additive one"
+                "or composattn.mods.bias(tensor) for an additive one"
             )
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None) -> Any:

@@ -172,7 +172,11 @@ def _check_shift(name: str, by: Any) -> None:
         is_integer = isinstance(by, numbers.Integral) and not isinstance(by, bool)
     if not is_integer:
         got = f"a {by.dtype} tensor of shape {tuple(by.shape)}" if isinstance(by, torch.Tensor) else repr(by)
-        raise errors.InvalidModArgument(f"a mod is shifted by integers, got {name}={got}")
+        raise errors.InvalidModArgument(
+            f"a mod is shifted by integers, got {name}={got}; where each sequence has its own, ask a mask at "
+            "`lambda b, h, q, kv: mask(b, h, q + first[b], kv)` and a score mod at "
+            "`lambda s, b, h, q, kv: mod(s, b, h, q + first[b], kv)`"
+        )
 
 
 def _moved(names: tuple[str, ...], values: tuple[Any, ...], by: dict[str, Any]) -> dict[str, Any]:

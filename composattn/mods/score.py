@@ -50,7 +50,7 @@ class Score(Mod):
                 f"{fn.name} is a mask, a score mod is needed here; pass it as mask_mod=, and join masks with & | ~"
             )
         if isinstance(fn, torch.Tensor):
-            raise errors.WrongComposition("a tensor is not a score mod; wrap it: mods.scores.bias(tensor)")
+            raise errors.WrongComposition("a tensor is not a score mod; wrap it: composattn.mods.bias(tensor)")
 
     def __call__(
         self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any = None, kv_len: Any = None

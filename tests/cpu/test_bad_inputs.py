@@ -224,9 +224,12 @@ def test_keywords_of_other_attention_functions_are_refused_with_what_to_write() 
 
 
 def test_what_stands_behind_q_k_and_v_is_asked_for_by_its_name() -> None:
-    for call in (ca.attention, ca.Attention(), ca.Attention):
-        with pytest.raises(errors.UnnamedArgument, match=r"a Mask has no name here; .*mask_mod="):
-            call(*qkv(), masks.causal()) if call is not ca.Attention else call(masks.causal())
+    for made in (ca.Attention, ca.nn.Attention):
+        for call in (lambda: made(masks.causal()), lambda: made()(*qkv(), masks.causal())):  # noqa: B023
+            with pytest.raises(errors.UnnamedArgument, match=r"of type Mask has no name here; .*mask_mod="):
+                call()
+    with pytest.raises(errors.UnnamedArgument, match=r"of type Mask has no name here; .*mask_mod="):
+        ca.attention(*qkv(), masks.causal())  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
         ca.attention(*qkv()[:2])  # type: ignore[call-overload]
 
@@ -236,6 +239,10 @@ def test_an_argument_at_the_wrong_place_or_nearly_named_is_told_where_it_belongs
         ca.Attention()(*qkv(), mask_mod=masks.causal())  # type: ignore[call-overload]
     with pytest.raises(errors.UnknownKeyword, match=r"it belongs to the call: .*\(q, k, v, varlen="):
         ca.Attention(varlen=None)
+    with pytest.raises(errors.UnknownKeyword, match="was mask_mod meant"):
+        ca.nn.Attention(mask=masks.causal())
+    with pytest.raises(errors.UnknownKeyword, match=r"an Attention is made with it: composattn.Attention\(mask_mod="):
+        ca.nn.Attention()(*qkv(), mask_mod=masks.causal())
     with pytest.raises(errors.UnknownKeyword, match="was mask_mod meant"):
         ca.attention(*qkv(), mask=masks.causal())  # type: ignore[call-overload]
     with pytest.raises(errors.UnknownKeyword, match=r"'nonsense' here; see help\(composattn.attention\)"):

@@ -480,7 +480,14 @@ def test_compiled_code_in_a_dual_level_loses_no_tangent(compiled_before: bool, g
 
 def test_jit_trace_is_refused_by_name(generator: torch.Generator) -> None:
     inputs = qkv(generator, B)
-    for attend in (ca.Attention(), ca.attention):
+
+    def with_mods(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:  # whose sizes are tensors below torch.jit
+        ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32)
+        return ca.attention(q, k, v, mask_mod=causal() & document(ids), score_mod=alibi(q[0, :, 0, 0]))
+
+    for attend in (ca.Attention(), ca.attention, with_mods):
         attend(*inputs)
         with pytest.raises(ca.errors.UnsupportedTransform, match=r"torch\.export"):
             torch.jit.trace(lambda *x, attend=attend: attend(*x), tuple(inputs))

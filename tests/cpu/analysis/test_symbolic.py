@@ -14,7 +14,7 @@ import torch
 
 import composattn as ca
 from composattn.analysis.bands import row_limits, tile_intervals
-from composattn.analysis.symbolic import Names, formula, latex, to_sympy
+from composattn.analysis.symbolic import Names, formula, latex, read_in_words, to_sympy
 from composattn.graph.evaluate import Env, evaluate, evaluate_all
 from composattn.graph.expr import DType, Expr, const, index, score, walk
 from composattn.graph.gradient import derivative
@@ -34,6 +34,7 @@ CODE = st.lists(st.integers(0, 255), max_size=14)
         (lambda b, h, q, kv: ~((q >= kv) & (kv < 3)) | (abs(q - kv) <= 2), "~(q >= kv & kv < 3) | |q - kv| <= 2"),
         (lambda b, h, q, kv: (q // (kv + 1) == 2) == (q > kv), "(q // (kv + 1) == 2) == (q > kv)"),
         (lambda b, h, q, kv: -(q + kv) < 2**q, "-(q + kv) < 2**q"),
+        (lambda b, h, q, kv: q + -80 < kv + (-q + 3), "q - 80 < kv - q + 3"),
     ],
 )
 def test_formulas_have_the_brackets_they_need(mask: object, expected: str) -> None:
@@ -46,6 +47,14 @@ def test_names_follow_first_appearance_and_tell_what_they_are() -> None:
     names = Names(expr)
     assert formula(expr, names) == "s·c0 + t0[q, h] + t0[kv, h]"
     assert names.legend() == {"t0": "float32[8, 3]"}
+
+
+def test_a_read_is_said_as_a_formula_and_not_as_a_graph() -> None:
+    table, picked = torch.randn(4, 257), torch.zeros(9, dtype=torch.int32)
+    expr = trace_score(lambda s, b, h, q, kv: s + table[h, (q - kv).clamp(-128, 128) + 128 + picked[q]])
+    said = [read_in_words(node) for node in walk(expr) if node.op == "read"]
+    assert "a captured tensor of shape (9,) is read at [q]" in said
+    assert "a captured tensor of shape (4, 257) is read at [h, min(max(q - kv, -128), 128) + 128 + t0[q]]" in said
 
 
 def point(program: ScoreProgram) -> tuple[Env, dict[str, float]]:
