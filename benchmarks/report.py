@@ -341,7 +341,7 @@ def with_speeds(text: str, results: list[Result] | None = None) -> str:
 
 
 def speed_table(pattern: str, results: list[Result]) -> str:
-    """Both directions of a pattern at `SHOWN`, each from the newest run that measured it; "" where none did.
+    """Both directions of a pattern at `SHOWN`, each from its own run, else the newest that has it; "" where none has.
 
     But for runs of a fixed order, which have few peers beside.
     """
@@ -352,7 +352,8 @@ def speed_table(pattern: str, results: list[Result]) -> str:
         measured = [(r, rows) for r, rows in tables if "tflops" in rows.get(OURS, {}) and DETERMINISTIC not in rows]
         if not measured:
             continue
-        result, rows = measured[-1]
+        own = [(r, rows) for r, rows in measured if r.name.rpartition("-")[2] == way]
+        result, rows = (own or measured)[-1]
         peer = best_peer(rows)
         for name, words in ((OURS, way), (PACKED, f"{way}, packed (`ca.Varlen`)")):
             ratio = ratio_to_best(rows, name)

@@ -73,6 +73,8 @@ _ELSEWHERE = {
     "softcap": "write score_mod=composattn.mods.softcap(...)",
     "alibi_slopes": "write score_mod=composattn.mods.alibi(slopes)",
     "softmax_scale": "it is called scale here",
+    "s_aux": "it is called sinks here",
+    "cache_seqlens": "write mask_mod=lambda b, h, q, kv: kv < lengths[b], or with pages paged=composattn.Paged(...)",
     "causal": "write mask_mod=composattn.mods.causal()",
     "cu_seqlens": "write varlen=composattn.Varlen(cu_seqlens)",
     "cu_seqlens_q": "write varlen=composattn.Varlen(cu_seqlens_q, cu_seqlens_k)",

@@ -259,10 +259,10 @@ def shifted_by(mask_function: MaskFunction, q_offset: Any, kv_offset: Any, devic
     """`mask_function` of positions in the whole sequence, where queries and keys begin at these."""
     q_begin, kv_begin = (_number(offset, device) for offset in (q_offset, kv_offset))
 
-    def from_there(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask_of_the_model(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_function(b, h, q_idx + q_begin, kv_idx + kv_begin)
 
-    return from_there
+    return mask_of_the_model
 
 
 def _number(offset: Any, device: Any) -> Any:
