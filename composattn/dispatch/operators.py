@@ -224,23 +224,14 @@ def attend(
     if found is not None:
         saved = _told(_saved(q, 0), _Said(now, Lay((*captured, *lengths)), path=path))
         return *found, q.new_empty(0, dtype=torch.float32), saved
-    return _attended(q, k, v, captured, lengths, hints, form, plan, with_max, now, dense)
+    return _attended(now, dense, q, k, v, captured, lengths, hints, form, plan, with_max)
 
 
 def _attended(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    lengths: Sequence[torch.Tensor | None],
-    hints: Sequence[int],
-    form: str,
-    plan: int,
-    with_max: bool,
-    now: Moment,
-    learns: bool,
+    now: Moment, learns: bool, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`attend` by the whole way. `learns`: whether calls of these forms may take a path of their own from now on."""
+    q, k, v, captured, lengths, hints, form, plan, with_max = arguments
     with derived_for_graph():
         inputs = Inputs.unflatten(q, k, v, lengths, hints)
         check_contents(inputs)
@@ -302,30 +293,15 @@ def attend_backward(
     if found is not None:
         return [g for g, want in zip(found, wanted, strict=False) if want]
     given = grad_out, grad_lse, q, k, v, captured, out, lse, saved, lengths, hints, form, plan, wanted
-    grads = _differentiated(*given, said)
+    grads = _differentiated(said, *given)
     if path is not None:
         path.learn_backward(q, k, v, out, grad_out, captured)
     return grads
 
 
-def _differentiated(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    captured: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    saved: torch.Tensor,
-    lengths: Sequence[torch.Tensor | None],
-    hints: Sequence[int],
-    form: str,
-    plan: int,
-    wanted: Sequence[bool],
-    said: _Said | None,
-) -> list[torch.Tensor]:
+def _differentiated(said: _Said | None, *arguments: Any) -> list[torch.Tensor]:
     """`attend_backward` by the whole way."""
+    grad_out, grad_lse, q, k, v, captured, out, lse, saved, lengths, hints, form, plan, wanted = arguments
     with derived_for_graph():
         since = None if said is None else said.now
         bound = (said and said.bound_again(captured)) or _bound(form, plan, captured, hints, since)
