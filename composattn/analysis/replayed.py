@@ -123,7 +123,8 @@ class Replay:
         read = [own.get(n, t) for n, t in enumerate(inputs)]
         standing_ones = [inputs[n] for n in standing]
         self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
-        self.written = [memory for memory, _ in self.given]
+        self.results = [memory for memory, _ in self.given]
+        self.written = [memory for memory, stands in self.given if stands]
         self._given_out: dict[int, list[tuple[list[T], list[int]]]] = {}  # copied, by how many results are for now
 
         def captured() -> None:
@@ -148,12 +149,13 @@ class Replay:
             for memories, places in self._copies:
                 torch._foreach_copy_(memories, [inputs[n] for n in places])  # type: ignore[misc]
             self.graph()
-            torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
+            if self.written:
+                torch.autograd.graph.increment_version(self.written)  # torch counts no writes of a graph
             return self._own(for_now)
 
     def _own(self, for_now: int) -> list[T]:
         """The results, but for the first so many in memory of their own."""
-        found = list(self.written)
+        found = list(self.results)
         copies = self._given_out.get(for_now)
         if copies is None:
             apart = enumerate(self.given[for_now:], start=for_now)

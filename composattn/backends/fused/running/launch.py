@@ -162,20 +162,28 @@ class ForwardLauncher:
         with profiler.record_function(range_name("forward", self.plan.program.title, self.plan.target.backend)):
             self.launch(*given)
 
-    def _run_parts(self, *arguments: Any) -> None:
+    def _run_parts(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        max_scores: torch.Tensor | None,
+        *others: Any,
+    ) -> None:
         """Each of the parts of kv apart, then all in one: 4 bytes * splits * (Dv + 1) of memory per query and head."""
-        given = ForwardArguments(*arguments)
-        q, out, lse, packed = given.q, given.out, given.lse, given.q.ndim == 3
+        packed = q.ndim == 3
         by_head = out.transpose(0, 1)[None] if packed else out
         rows = by_head.shape[1 if packed else 0 : -1]
         parts = q.new_empty((self.plan.splits, *rows, out.shape[-1]), dtype=torch.float32)
         part_lse = q.new_empty((self.plan.splits, *rows), dtype=torch.float32)
         if packed:  # rows that no sequence uses get no part
             part_lse.fill_(-torch.inf)
-        part_max = None if given.max_scores is None else torch.full_like(part_lse, -torch.inf)
-        self.kernel(*given._replace(out=parts, lse=part_lse, max_scores=part_max))
-        if part_max is not None:
-            torch.amax(part_max, 0, out=given.max_scores)
+        part_max = None if max_scores is None else torch.full_like(part_lse, -torch.inf)
+        self.kernel(q, k, v, parts, part_lse, part_max, *others)
+        if max_scores is not None and part_max is not None:
+            torch.amax(part_max, 0, out=max_scores)
         if packed:
             parts, part_lse, lse = parts[:, None], part_lse[:, None], None if lse is None else lse[None]
         self.combine(*CombineArguments(parts=parts, part_lse=part_lse, out=by_head, lse=lse))
