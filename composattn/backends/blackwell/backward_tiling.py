@@ -31,6 +31,7 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     """
 
     l2: ClassVar[int] = 64 << 20
+    over: ClassVar[Mapping[str, str]] = {}  # tiles that come in the place of others
 
     q_stages: int
     do_stages: int
@@ -60,16 +61,12 @@ class BlackwellBackwardTiling(RowBackwardTiling):
             "ds": (self.tile_n, self.tile_m, None),
         }
 
-    def place_of(self, name: str) -> str:
-        """In whose place it lies: its own."""
-        return name
-
     @property
     def places(self) -> Mapping[str, int]:
         """Numbers of each place in shared memory, as many as the largest has that lies there."""
         found: dict[str, int] = {}
         for name, (rows, columns, stages) in self.tiles.items():
-            place = self.place_of(name)
+            place = self.over.get(name, name)
             found[place] = max(found.get(place, 0), rows * columns * (stages or 1))
         return found
 
@@ -161,9 +158,6 @@ class WidePairBackwardTiling(BlackwellPairBackwardTiling):
     @property
     def columns(self) -> WidePairBackwardTensorMemory:
         return WidePairBackwardTensorMemory.of(self.tile_m, self.d, self.dv)
-
-    def place_of(self, name: str) -> str:
-        return self.over.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ class BlackwellBackwardBlock(Fixed):
         places = {place: smem.allocate_array(self.dtype, numbers, byte_alignment=1024)
                   for place, numbers in self.tiling.places.items()}  # fmt: skip
         for name, (rows, columns, stages) in self.tiling.tiles.items():
-            start = places[self.tiling.place_of(name)]
+            start = places[self.tiling.over.get(name, name)]
             self.shared[name] = tensor_of(start, tile_layout(rows, columns, stages), self.dtype)
             self.operands[name] = Operand(start.toint(), rows, columns)
             self.across[name] = Operand(start.toint(), rows, columns, by_rows=True)

@@ -72,9 +72,9 @@ class Time(abc.ABC):
     @abc.abstractmethod
     def in_parts(self, n: int) -> float: ...
 
-    @abc.abstractmethod
     def best(self) -> int:
-        """The number of parts by which it is least."""
+        """The number of parts by which it is least, the smallest of several."""
+        return self.least_of(self.tiles)
 
     def parts(self) -> int:
         """The number of parts that is asked for, or the best one."""
@@ -158,9 +158,6 @@ class TimeOfReading(Time):
         reading = max(filled * self.tile * (1 + self.TO_FEW * max(0.0, 1 - filled)), self.alone)
         return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not self.tiling.reads_far_ahead else 1.0)
 
-    def best(self) -> int:
-        return self.least_of(self.tiles)
-
 
 class TimeOfSharing(TimeOfReading):
     """`TimeOfReading` where all keys are shared alike: no place is idle."""
@@ -169,6 +166,3 @@ class TimeOfSharing(TimeOfReading):
 
     def in_parts(self, n: int) -> float:
         return self.work * self.tiles * self.tile / self.target.sms + self.SHARING
-
-    def best(self) -> int:
-        return 1
