@@ -199,6 +199,7 @@ HARMLESS: dict[str, dict[str, int]] = {
     "forward": ON_HOPPER_HARMLESS | {"wait weakened": 1, "wait dropped": 1},
     "backward": ON_HOPPER_HARMLESS | {"comparison off by one": 19},
     "warp": {"comparison off by one": 17},
+    "warp-in-bulk": {"wait skipped": 2, "coordinate wrong": 1, "comparison off by one": 7},
     "blackwell": {
         "wait skipped": 5, "arrival dropped": 4, "coordinate wrong": 1, "commit dropped": 2, "tensor fence dropped": 8,
         "comparison off by one": 36,
