@@ -49,7 +49,7 @@ def doctor() -> int:
         LOG.info("a tiny call by %s", backend)
         print(f"backend {backend}: {serves(backend)}")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"calls on {here} that name no backend take {ca.backends.default_for(here)}")
+    print(f"calls on {here} that name no backend take {ca.backends.asked(None) or ca.backends.default_for(here)}")
     return 0
 
 

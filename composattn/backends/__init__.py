@@ -97,6 +97,11 @@ BACKENDS = {
 }
 
 
+def asked(name: str | None) -> str | None:
+    """The backend that a call asks for which names this one: where it names none, that of `COMPOSATTN_BACKEND`."""
+    return settings.BACKEND if name is None else name
+
+
 def check_name(name: str | None) -> None:
     """Raises `UnknownBackend` unless `name` is None or one of `BACKENDS`."""
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
@@ -181,8 +186,8 @@ def multiplies_eight_bits(name: str | None) -> Multiplies:
     """Whether the backend of that name, by default that of a call's device, multiplies its queries as 8-bit numbers."""
 
     def multiplies(problem: Problem) -> bool:
-        named = default_for(problem.device) if name is None else name
-        architecture = ARCHITECTURES.get(named.removesuffix("-emulated")) if isinstance(named, str) else None
+        picked = asked(name) or default_for(problem.device)
+        architecture = ARCHITECTURES.get(picked.removesuffix("-emulated")) if isinstance(picked, str) else None
         return architecture is not None and architecture.multiplies_eight_bits(problem)
 
     return multiplies

@@ -43,7 +43,7 @@ class Options:
         out_dtype: torch.dtype | None = None,
     ) -> None:
         softmax_scale(scale, 1)
-        backend = settings.BACKEND if backend is None else backend
+        backend = backends.asked(backend)
         deterministic = settings.DETERMINISTIC if deterministic is None else deterministic
         backends.check_name(backend)
         if deterministic is not None and not isinstance(deterministic, bool):

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from composattn import settings
+import composattn as ca
+from composattn import backends, settings
 from composattn.errors import UnsupportedOption
 
 ROOT = Path(__file__).parents[2]
@@ -80,3 +82,15 @@ def test_a_limit_that_is_no_number_is_refused(words: str, monkeypatch: pytest.Mo
         settings.number("COMPOSATTN_EMULATOR_SECONDS", 600.0)
     monkeypatch.setenv("COMPOSATTN_EMULATOR_SECONDS", "")
     assert settings.number("COMPOSATTN_EMULATOR_SECONDS", 600.0) == 600.0
+
+
+@pytest.mark.parametrize("backend", ["streaming", "reference"])
+def test_queries_of_8_bits_go_as_the_backend_of_the_environment_takes_them(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as the kernels of the GPU would, which multiply them as they are."""
+    made = ca.quantize(*(torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3)))
+    wanted = ca.attention(*made, backend=backend)
+    monkeypatch.setattr(backends, "default_for", lambda device: "hopper")
+    monkeypatch.setattr(settings, "BACKEND", backend)
+    assert torch.equal(ca.attention(*made), wanted)
