@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from .swizzled_tiles import at_column, put_words, swizzled
-from .values import Fixed, smaller
+from .values import Fixed, choose
 
 PIECE = 8  # numbers that a lane converts at a time
 STRIP = 8  # rows that a warp converts at a time
@@ -86,13 +86,29 @@ class Piece(NamedTuple):
 class Bytes(Fixed):
     """How a tile of `rows` x `columns` numbers of type `kind` becomes one of `dtype`, 16 bits, as `tile_layout` has it.
 
-    `together`: of so many columns that tile is swizzled, where it is wider.
+    `parts`: in so many parts, of equally many rows each.
     """
 
     kind: Any
     dtype: Any
     rows: int
     columns: int
+    parts: int = 1
+
+    @property
+    def strips(self) -> int:
+        """Of a part."""
+        return self.rows // self.parts // STRIP
+
+    @property
+    def part_of_bytes(self) -> int:
+        """How long a part of the tile of bytes is, in bytes."""
+        return self.strips * STRIP * self.columns
+
+    @property
+    def part_of_numbers(self) -> int:
+        """How far a part of the 16-bit tile lies behind the one before it, in bytes."""
+        return self.strips * STRIP * 2 * self.wide
 
     @property
     def wide(self) -> int:
@@ -121,55 +137,62 @@ class Bytes(Fixed):
         phases = (i * self.height * 2 * self.wide >> 7 & self.wide // 8 - 1 for i in range(STRIP // self.height))
         return row * self.columns + column, [target ^ (phase << 4) if phase else target for phase in phases]
 
+    def first_strip(self, part: int, number: Any, warps: int) -> Any:
+        """The first strip of a part that warp `number` converts: they take turns at those of all parts."""
+        before = part * self.strips % warps
+        return choose(number < before, number + (warps - before), number - before) if before else number
+
     @cute.jit  # type: ignore[untyped-decorator]
     def convert(
         self, source: Any, target: Any, offsets: cutlass.Constexpr, first: Any, warps: cutlass.Constexpr
     ) -> None:
-        """A lane's part of every `warps`-th strip from the `first` on, bytes at `source` to 16 bits at `target`.
+        """A lane's share of every `warps`-th strip of a part from the `first` on, from `source` to 16 bits at `target`.
 
         The bytes of the next pieces are read before these are written: no compiler moves a read over a write.
         """
-        groups, strips = self.groups(warps), self.rows // STRIP
-        ahead = self.read(groups[0], source, offsets, first)
-        for n in cutlass.range_constexpr(len(groups)):
-            held = ahead
+        groups, strips = self.groups(warps), self.strips
+        held = [self.registers(group) for group in groups]
+        for n in cutlass.range_constexpr(-1, len(groups)):
             if const_expr(n + 1 < len(groups)):
-                ahead = self.read(groups[n + 1], source, offsets, first)
-            group = groups[n]
-            if const_expr(group[-1].round * warps + warps <= strips):
-                self.write(group, held, target, offsets, first)
-            else:
-                if first + group[-1].before < strips:
-                    self.write(group, held, target, offsets, first)
+                if const_expr(groups[n + 1][-1].before + warps <= strips):
+                    self.read(groups[n + 1], held[n + 1], source, offsets, first)
+                else:
+                    if first + groups[n + 1][-1].before < strips:
+                        self.read(groups[n + 1], held[n + 1], source, offsets, first)
+            if const_expr(n >= 0):
+                if const_expr(groups[n][-1].before + warps <= strips):
+                    self.write(groups[n], held[n], target, offsets, first)
+                else:
+                    if first + groups[n][-1].before < strips:
+                        self.write(groups[n], held[n], target, offsets, first)
 
     def groups(self, warps: int) -> list[list[Piece]]:
         """A lane's pieces, `AT_ONCE` or fewer together; of the last round, which some warps may lack, alone."""
-        strips = self.rows // STRIP
-        whole = strips // warps
-        rounds = [range(whole), range(whole, -(-strips // warps))]
+        whole = self.strips // warps
+        rounds = [range(whole), range(whole, -(-self.strips // warps))]
         across = self.columns // (self.blocks * self.wide)
         places = list(itertools.product(range(STRIP // self.height), range(across)))
         parts = ([Piece(n, n * warps, *place) for n in some for place in places] for some in rounds)
         return [pieces[i : i + AT_ONCE] for pieces in parts for i in range(0, len(pieces), AT_ONCE)]
 
-    def read(self, pieces: list[Piece], source: Any, offsets: Any, first: Any) -> list[Any]:
-        """Their bytes, two words of each; behind the last strip those of that are read."""
-        found: list[Any] = []
-        for piece in pieces:
-            strip = smaller(first + piece.before, self.rows // STRIP - 1)
-            inside = piece.down * self.height * self.columns + piece.across * self.blocks * self.wide
-            pair = _get(source + strip * (STRIP * self.columns) + offsets[0] + inside)
-            found += [pair[0], pair[1]]
-        return found
+    def registers(self, pieces: list[Piece]) -> list[cute.Tensor]:
+        """Two words for the bytes of each."""
+        return [cute.make_rmem_tensor(2, Int32) for _ in pieces]
 
-    def write(self, pieces: list[Piece], held: list[Any], target: Any, offsets: Any, first: Any) -> None:
+    def read(self, pieces: list[Piece], held: list[cute.Tensor], source: Any, offsets: Any, first: Any) -> None:
+        """Their bytes."""
+        for piece, words in zip(pieces, held, strict=True):
+            inside = piece.down * self.height * self.columns + piece.across * self.blocks * self.wide
+            _get(source + (first + piece.before) * (STRIP * self.columns) + offsets[0] + inside, words)
+
+    def write(self, pieces: list[Piece], held: list[cute.Tensor], target: Any, offsets: Any, first: Any) -> None:
         """These as 16-bit numbers: all of them, then their stores, which else would wait for each other's registers."""
         widened, apart = Widening(self.kind, self.dtype), self.blocks * self.rows * self.wide * 2
         numbers = []
         for n in range(len(pieces)):
             words = cute.make_rmem_tensor(4, Int32)
             for half in range(2):
-                words[2 * half], words[2 * half + 1] = widened(held[2 * n + half])
+                words[2 * half], words[2 * half + 1] = widened(held[n][half])
             numbers.append(words)
         for piece, words in zip(pieces, numbers, strict=True):
             inside = (first + piece.before) * (STRIP * 2 * self.wide) + piece.across * apart
@@ -182,9 +205,7 @@ def _of_both(half: int) -> Int32:
     return Int32(word - (1 << 32) if word >> 31 else word)
 
 
-def _get(address: Any) -> cute.Tensor:
+def _get(address: Any, words: cute.Tensor) -> None:
     """Two words from 8 bytes of shared memory."""
-    found = cute.make_rmem_tensor(2, Int32)
     place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=8)
-    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), found)
-    return found
+    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), words)

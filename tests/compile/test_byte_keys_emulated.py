@@ -117,7 +117,7 @@ def test_a_plan_says_what_comes_as_bytes() -> None:
     q, k = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 2, 4096, 128).to(E4M3)
     said = str(ca.Attention(backend=HOPPER).explain(q, k, k))
     assert "k float8_e4m3fn" in said
-    assert "7 warps make 16 bits" in said
+    assert "7 warps make 16 bits of 5 stages of bytes of 64 keys" in said
 
 
 def test_rows_that_copies_cannot_read_are_refused_by_name() -> None:

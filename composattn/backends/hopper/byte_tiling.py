@@ -14,12 +14,13 @@ CONVERTERS = 3  # of each warpgroup, where D is above 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTiling(HopperTiling):
-    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`.
+    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`; `parts` of them make a tile of keys.
 
     `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
     """
 
     byte_stages: int
+    parts: int = 1
     scales_queries: bool = False
 
     @property
@@ -36,14 +37,24 @@ class ByteTiling(HopperTiling):
 
     @property
     def reads_far_ahead(self) -> bool:
-        return self.byte_stages > EVEN_STAGES
+        return self.byte_stages > EVEN_STAGES * self.parts
+
+    @property
+    def key_box(self) -> tuple[int, int]:
+        return self.tile_n // self.parts, self.d
+
+    @property
+    def value_box(self) -> tuple[int, int]:
+        return self.tile_n // self.parts, self.dv
 
     def _bytes(self, q_stages: int, element_bytes: int) -> int:
-        return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.tile_n * (self.d + self.dv)
+        copied = self.byte_stages * self.tile_n // self.parts * (self.d + self.dv)
+        return super()._bytes(q_stages, element_bytes) + copied
 
     def describe(self) -> dict[str, str]:
         said = super().describe()
-        bytes_of = f"{OF_KEYS + OF_VALUES} warps make 16 bits of {self.byte_stages} stages of bytes; "
+        stages = f"{self.byte_stages} stages of bytes of {self.key_box[0]} keys"
+        bytes_of = f"{OF_KEYS + OF_VALUES} warps make 16 bits of {stages}; "
         if self.scales_queries:
             said["sums"] = f"of products of fp16; rows of q times powers of two, P times 2^{self.offset:g}"
         return {**said, "roles": bytes_of + said["roles"]}

@@ -90,6 +90,7 @@ class Cut(NamedTuple):
     shared: bool = False  # all keys, alike
     resident: bool = False  # all of Q waits in registers
     in_fp16: bool = False  # so is bf16 multiplied beside 8-bit keys, see `scaled_queries`
+    parts: int = 1  # stages of bytes for a tile of keys
 
 
 TABLE: Table[ForwardForm] = table(FILE, "forms", ForwardForm.named)
@@ -298,7 +299,8 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     stage = 2 * cut.keys * (d + dv)
     most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
     if facts.of_bytes:  # two stages that are multiplied; what is on its way are bytes
-        most, of_bytes["byte_stages"] = 2, min(most, (room - 2 * stage) // (cut.keys * (d + dv)))
+        room_of_bytes = (room - 2 * stage) * cut.parts // (cut.keys * (d + dv))
+        most, of_bytes["byte_stages"], of_bytes["parts"] = 2, min(most * cut.parts, room_of_bytes), cut.parts
         of_bytes["scales_queries"] = cut.in_fp16 and problem.types.q is torch.bfloat16
     # of packed sequences tensors say how many rows there are
     eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8

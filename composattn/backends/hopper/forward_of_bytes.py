@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float16
 
 from ...primitives.dequantise import Bytes, byte_layout
+from ...primitives.kv_source import kv_source
 from ...primitives.pipelines import Copies, Edge, Warps
 from ..fused.kernels.forward import KeyCopies, Role
 from ..fused.kernels.registers.group_rows import RowLoad
@@ -99,15 +100,15 @@ class ByteBlock(HopperForwardBlock):
 
     def more_edges(self):
         tiling = self.tiling
-        copies = (Copies(tiling.tile_n * columns) for columns in (tiling.d, tiling.dv))
+        copies = (Copies(rows * columns) for rows, columns in (tiling.key_box, tiling.value_box))
         return [Edge(tiling.byte_stages, each, Warps(n)) for each, n in zip(copies, (OF_KEYS, OF_VALUES), strict=True)]
 
     def more_memory(self, smem):
         tiling, (of_k, of_v) = self.tiling, self.key_types
         self.byte_keys, self.byte_values = self.edges[-2:]
-        keys, stages = tiling.tile_n, tiling.byte_stages
-        self.bK = smem.allocate_tensor(of_k, byte_layout(keys, tiling.d, stages), 128)  # (keys, columns, stage)
-        self.bV = smem.allocate_tensor(of_v, byte_layout(keys, tiling.dv, stages), 128)
+        (keys, d), (_, dv), stages = tiling.key_box, tiling.value_box, tiling.byte_stages
+        self.bK = smem.allocate_tensor(of_k, byte_layout(keys, d, stages), 128)  # (keys, columns, stage)
+        self.bV = smem.allocate_tensor(of_v, byte_layout(keys, dv, stages), 128)
 
 
 class ByteBlockWithOnes(ByteBlock, BlockWithOnes):
@@ -122,7 +123,35 @@ class ByteLoad(RowLoad):
 
     def copies(self, work):
         block = self.block
-        return KeyCopies(self, work, (block.byte_keys, block.byte_values), (block.bK, block.bV))
+        return ByteCopies(self, work, (block.byte_keys, block.byte_values), (block.bK, block.bV))
+
+
+class ByteCopies(KeyCopies):
+    """Copies of K and V, a stage of each for each part of a tile."""
+
+    def __init__(self, role, work, edges, tiles):
+        tmas, tensors, tiling = role.call.tmas, role.call.tensors, role.tiling
+        self.k_edge, self.v_edge = edges
+        self.parts: int = tiling.parts
+        self.source = kv_source(work.keys, work.kv_head, tiling.tile_n)
+        self.key_boxes = self.source.boxes(tmas.k, tensors.k, tiles[0], tiling.key_box)
+        self.value_boxes = self.source.boxes(tmas.v, tensors.v, tiles[1], tiling.value_box)
+
+    def start_keys(self, at, k_slot) -> None:
+        self.start(self.key_boxes, self.k_edge, at, k_slot)
+
+    def start_values(self, at, v_slot) -> None:
+        self.start(self.value_boxes, self.v_edge, at, v_slot)
+
+    def start(self, boxes, edge, at, slot) -> None:
+        """All parts of a tile."""
+        for part in range(self.parts):
+            bar = edge.acquire(slot)
+            boxes.start(at, part, 0, slot.index, bar)
+            slot = slot.next()
+
+    def behind(self, slot):
+        return slot.after(self.parts)
 
 
 class Convert(Role):
@@ -132,7 +161,7 @@ class Convert(Role):
         super().__init__(kernel, call, block)
         self.number, self.warps, self.lane = number, warps, cute.arch.lane_idx()
         self.source, self.target, self.bytes, self.numbers, columns, ones = self.rings()
-        self.form = Bytes(self.bytes.element_type, kernel.multiplied, self.tiling.tile_n, columns)
+        self.form = Bytes(self.bytes.element_type, kernel.multiplied, self.tiling.tile_n, columns, self.tiling.parts)
         self.offsets = self.form.lane_offsets(self.lane)
         self.stage = 2 * self.tiling.tile_n * (columns + ones)  # bytes of a tile of numbers
 
@@ -148,24 +177,28 @@ class Convert(Role):
         slot, target_slot = slots
         tiles = self.kernel.kv_tiles(self.call, work)
         for _ in cutlass.range(tiles.count, unroll=1):
-            self.convert(slot, target_slot)
-            slot = slot.next()
+            slot = self.convert(slot, target_slot)
             target_slot = target_slot.next()
         return slot, target_slot
 
     @cute.jit
     def convert(self, slot, target_slot):
-        """The next tile."""
+        """The next tile; gives the slot behind its bytes."""
         form = self.form
-        self.source.wait(slot)
         self.target.wait_empty(target_slot)
-        source = self.bytes.iterator.toint() + slot.index * (form.rows * form.columns)
         target = self.numbers.iterator.toint() + target_slot.index * self.stage
-        form.convert(source, target, self.offsets, self.number, self.warps)
+        for part in cutlass.range_constexpr(form.parts):
+            self.source.wait(slot)
+            source = self.bytes.iterator.toint() + slot.index * form.part_of_bytes
+            first = form.first_strip(part, self.number, self.warps)
+            form.convert(source, target + part * form.part_of_numbers, self.offsets, first, self.warps)
+            cute.arch.sync_warp()
+            self.source.release(slot, self.lane)
+            slot = slot.next()
         cute.arch.fence_view_async_shared()  # products read what these wrote
         cute.arch.sync_warp()
         self.target.fill(target_slot, self.lane)
-        self.source.release(slot, self.lane)
+        return slot
 
 
 class ConvertKeys(Convert):

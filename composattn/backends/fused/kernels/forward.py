@@ -190,6 +190,10 @@ class KeyCopies(Fixed):
     def follow(self, at, before, k_slot, v_slot):
         """K of a tile and V of the one before it; gives where their rings are behind them."""
         self.start_keys(at, k_slot)
-        k_slot = k_slot.next()
+        k_slot = self.behind(k_slot)
         self.start_values(before, v_slot)
-        return k_slot, v_slot.next()
+        return k_slot, self.behind(v_slot)
+
+    def behind(self, slot):
+        """The slot behind a tile's."""
+        return slot.next()

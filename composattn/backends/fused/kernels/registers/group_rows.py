@@ -53,14 +53,14 @@ class RowLoad(Role):
             if const_expr(not early):
                 self.start_queries(gQ, work, q_slot)
             q_slot = q_slot.next()
-            k_slot = k_slot.next()
+            k_slot = copies.behind(k_slot)
             for run in tiles.runs:
                 for i in cutlass.range(run.count, unroll=1):
                     at = copies.source.locate(run.tile(i))
                     k_slot, v_slot = copies.follow(at, before, k_slot, v_slot)
                     before = at
             copies.start_values(before, v_slot)
-            v_slot = v_slot.next()
+            v_slot = copies.behind(v_slot)
         return q_slot, k_slot, v_slot
 
     def copies(self, work) -> KeyCopies:
