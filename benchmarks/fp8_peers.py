@@ -1,6 +1,7 @@
-"""Products of 8 bits beside flash-attention 3's, our bf16 and an FP8 GEMM in one run: S 16k, D 64 to 256.
+"""Products of 8 bits beside flash-attention 3's, our bf16 and an FP8 GEMM in one run: 16k tokens, D 64 to 256.
 
-FA3_SO=fa3.so python -m benchmarks.fp8_peers --rounds 5 --out result.json
+FA3_SO=fa3.so python -m benchmarks.fp8_peers --rounds 5 --lengths 16384 2048 --out result.json
+python -m benchmarks.fp8_peers --rounds 0 --dims 64/64      compiles, so that several do so side by side
 
 flash-attention 3 is the one that vLLM builds, with two levels of sums, by head. Ours are by head and by block of 128.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from benchmarks.kernel_cases import save
 from benchmarks.timing import Call, Stopwatch, interleaved
 from composattn.mods import causal
 
-DIMS = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
 
 
 def by_head_in_8_bits(made: ca.QuantizedInputs, masked: bool) -> Call:
@@ -33,11 +35,11 @@ def by_head_in_8_bits(made: ca.QuantizedInputs, masked: bool) -> Call:
     return functools.partial(flash_attention_3.forward, q, k, v, is_causal=masked, **given)
 
 
-def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
+def calls_of(dims: tuple[int, int], length: int, masked: bool) -> dict[str, Call]:
     """What is timed, by name; who gives something else than our bf16 is left out, with a word."""
     torch.manual_seed(0)
-    heads, (d, dv) = HEADS[dims], dims
-    q, k, v = (torch.randn(1, heads, TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (d, d, dv))
+    shape = TOKENS // length, HEADS[dims], length
+    q, k, v = (torch.randn(*shape, n, device="cuda", dtype=torch.bfloat16) for n in (dims[0], *dims))
     v = v + 1.0
     mask = causal() if masked else None
     by_head, by_block = ca.quantize(q, k, v), ca.quantize(q, k, v, scale="block", block=128)
@@ -66,16 +68,18 @@ def calls_of(dims: tuple[int, int], masked: bool) -> dict[str, Call]:
     return found
 
 
-def measured(rounds: int, every: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    for dims in every:
+def measured(rounds: int, every: Sequence[tuple[int, int]], lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for dims, length in itertools.product(every, lengths):
         for masked in (False, True):
-            calls = calls_of(dims, masked)
+            calls = calls_of(dims, length, masked)
+            if not rounds:
+                continue
             timings = interleaved(calls, Stopwatch(torch.device("cuda")), rounds=rounds, sample_ms=8.0, limit_s=12.0)
             for name, timing in timings.items():
-                flops = 2 * HEADS[dims] * TOKENS**2 * sum(dims) * (0.5 if masked else 1.0)
+                flops = 2 * HEADS[dims] * TOKENS * length * sum(dims) * (0.5 if masked else 1.0)
                 flops = 2.0 * GEMM**3 if name == "FP8 GEMM" else flops
                 row: dict[str, Any] = {
-                    "call": f"D{dims[0]}/{dims[1]} S{TOKENS} {'causal' if masked else 'full'}",
+                    "call": f"D{dims[0]}/{dims[1]} S{length} {'causal' if masked else 'full'}",
                     "name": name,
                 }
                 row |= {"ms": timing.ms, "tflops": round(flops / timing.ms / 1e9, 1), "spread": round(timing.spread, 4)}
@@ -96,11 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dims", default=DIMS, help="64/64,128/128 and so on; default: all", type=dims_of)
+    parser.add_argument("--lengths", nargs="+", default=[TOKENS], type=int)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if flash_attention_3.is_there():
         print(flash_attention_3.operator()[0].default._schema, flush=True)
-    rows = list(measured(given.rounds, given.dims))
+    rows = list(measured(given.rounds, given.dims, given.lengths))
     save(rows, given.out)
 
 
