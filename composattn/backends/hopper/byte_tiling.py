@@ -20,7 +20,7 @@ class ByteTiling(HopperTiling):
     """
 
     byte_stages: int
-    parts: int = 1
+    parts: int = 1  # type: ignore[misc]
     scales_queries: bool = False
 
     @property
@@ -39,25 +39,15 @@ class ByteTiling(HopperTiling):
     def reads_far_ahead(self) -> bool:
         return self.byte_stages > EVEN_STAGES * self.parts
 
-    @property
-    def key_box(self) -> tuple[int, int]:
-        return self.tile_n // self.parts, self.d
-
-    @property
-    def value_box(self) -> tuple[int, int]:
-        return self.tile_n // self.parts, self.dv
-
     def _bytes(self, q_stages: int, element_bytes: int) -> int:
-        copied = self.byte_stages * self.tile_n // self.parts * (self.d + self.dv)
-        return super()._bytes(q_stages, element_bytes) + copied
+        return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.key_box[0] * (self.d + self.dv)
 
     def describe(self) -> dict[str, str]:
         said = super().describe()
         stages = f"{self.byte_stages} stages of bytes of {self.key_box[0]} keys"
-        bytes_of = f"{OF_KEYS + OF_VALUES} warps make 16 bits of {stages}; "
         if self.scales_queries:
             said["sums"] = f"of products of fp16; rows of q times powers of two, P times 2^{self.offset:g}"
-        return {**said, "roles": bytes_of + said["roles"]}
+        return {**said, "roles": f"{OF_KEYS + OF_VALUES} warps make 16 bits of {stages}; {said['roles']}"}
 
 
 OF_BYTES = "_of_bytes"

@@ -95,6 +95,8 @@ class ForwardTiling(Tiling):
     not rescaled.
     """
 
+    parts: ClassVar[int] = 1  # stages that bring a tile of K, or of V
+
     kernel: str = "forward"
     packed_heads: int = 1
     exponential: ExponentialUnits = HARDWARE
@@ -150,12 +152,12 @@ class ForwardTiling(Tiling):
     @property
     def key_box(self) -> tuple[int, int]:
         """Rows and columns of K in one stage of shared memory."""
-        return self.tile_n, self.d
+        return self.tile_n // self.parts, self.d
 
     @property
     def value_box(self) -> tuple[int, int]:
         """Rows and columns of V in one stage of shared memory."""
-        return self.tile_n, self.dv
+        return self.tile_n // self.parts, self.dv
 
     @property
     def output_columns(self) -> int:
