@@ -3,7 +3,7 @@
 The gradient of one read at one pair is P (dP - D) times d score_mod / d read. What the positions of the read change
 with (its `Pattern`) says over what a kernel sums before it goes to memory. Sums in memory are 64-bit fixed point:
 integers add up to the same bits in any order, so they need no order, no buffer per block and no second pass. The unit
-is chosen from a bound of the whole sum (`GradientProgram.bounds`, times the longest rows of dO and V, which a kernel
+is chosen from a bound of the whole sum (`GradientProgram.bounds`, times the largest numbers of dO and V, which a kernel
 finds: `composattn.backends.fused.kernels.around.units`), so a read is fused only where the derivative has one.
 """
 

@@ -1,16 +1,16 @@
-"""Before a backward that sums gradients of captured tensors: in which units, from the longest rows of dO and of V.
+"""Before a backward that sums gradients of captured tensors: in which units, from the largest numbers of dO and of V.
 
-|dP| and |D| are at most |dO| |V| of a row, and |dLSE| more: `composattn.analysis.captured_gradient` says what follows.
+|dP| and |D| are at most their product for each column, and |dLSE| more: `composattn.analysis.captured_gradient` says
+what follows. Lengths of rows are a closer bound, by some 4 of 59 bits, but their squares leave fp32 from 1e19 on.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute import math as cm
 from cutlass.memory import SmemAllocator
 
 from .....primitives.lanes import LANES, WARP, neighbours, over_lanes
-from .....primitives.row_products import RowLanes
+from .....primitives.row_products import INFINITY, RowLanes, bits_of_size
 from .....primitives.turns import arrive_if, read
 from .....primitives.values import choose, larger, permuted, smaller
 from ...planning.arguments import UnitsArguments
@@ -20,14 +20,13 @@ from ...tiles.architecture import Kernel
 WARPS = 8
 THREADS = WARPS * LANES
 LOADS = 8  # of a thread, all under way at once
-INFINITY = 0x7F800000  # its bits
 EXPONENT = 23  # the place of a number's exponent, plus 127, among its bits
 ROOM = 59  # a sum of less than twice 2^e takes units of 2^(e - ROOM): below 2^60, and a factor of 4 for rounding
-LONGEST_OF_DO, LONGEST_OF_V, LARGEST_DLSE = range(3)
+LARGEST_DO, LARGEST_V, LARGEST_DLSE = range(3)
 
 
 class Units(Kernel):
-    """A block per `rows` of a head of dO or V; the last one to end knows the longest rows, and leaves the units.
+    """A block per `rows` of a head of dO or V; the last one to end knows the largest numbers, and leaves the units.
 
     Maxima are of the bits of numbers from 0 on: so NaN has a say, and blocks find them in any order.
     """
@@ -61,32 +60,31 @@ class Units(Kernel):
         number, of_dout = cute.arch.block_idx()[0], self.blocks(dout)
         shared = SmemAllocator().allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=16)
         if number < of_dout:
-            self.look(dout, dlse, rows_in_use, number, shared, found, LONGEST_OF_DO)
+            self.look(dout, dlse, rows_in_use, number, shared, found, LARGEST_DO)
         else:
-            self.look(v, None, keys_in_use, number - of_dout, shared, found, LONGEST_OF_V)
+            self.look(v, None, keys_in_use, number - of_dout, shared, found, LARGEST_V)
         first = cute.arch.thread_idx()[0] == 0
         arrived = arrive_if(found.iterator + 3, first)
         _leave_units_if(first & (arrived == cute.arch.grid_dim()[0] - 1), found, bounds, units, self.plan.head_dim_v)
 
     @cute.jit
     def look(self, x, dlse, in_use, number: Int32, shared, found, which: cutlass.Constexpr[int]):
-        """Leaves the largest square of a block's rows, and their largest |dLSE|."""
+        """Leaves the largest number of a block's rows, and their largest |dLSE|."""
         _, heads, length, _ = x.shape
         tiles = cute.ceil_div(length, self.rows)
         tile, head, b = number % tiles, number // tiles % heads, number // tiles // heads
         rows = x[b, head, None, None]
-        squares, sizes = Int32(0), Int32(0)
+        largest, sizes = Int32(0), Int32(0)
         for step in cutlass.range_constexpr(self.steps):
             row = tile * self.rows + step * self.at_once + cute.arch.thread_idx()[0] // self.lanes.lanes
             inside = row < length
             if const_expr(in_use is not None):
                 inside = inside & _is_in_use(in_use, row)
-            square = self.lanes.whole(self.lanes.share(rows, rows, row, inside))
-            squares = larger(squares, _bits(square))
+            largest = larger(largest, self.lanes.largest(rows, row, inside))
             if const_expr(dlse is not None):
                 size = dlse[b, head, choose(inside, row, 0)]
-                sizes = larger(sizes, choose(inside, _bits(size), Int32(0)))
-        _leave_largest(squares, shared[0, None], found.iterator + which)
+                sizes = larger(sizes, choose(inside, bits_of_size(size), Int32(0)))
+        _leave_largest(largest, shared[0, None], found.iterator + which)
         if const_expr(dlse is not None):
             _leave_largest(sizes, shared[1, None], found.iterator + LARGEST_DLSE)
 
@@ -94,11 +92,6 @@ class Units(Kernel):
 def _one_entry(t: cute.Tensor) -> cute.Tensor:
     """With a mode of size 1 in front."""
     return cute.make_tensor(t.iterator, cute.prepend(t.layout, cute.make_layout(1, stride=0)))
-
-
-def _bits(x: Float32) -> Int32:
-    """The bits of |x|, which are in the order of numbers; of NaN infinity's."""
-    return smaller(x.bitcast(Int32) & 0x7FFFFFFF, INFINITY)
 
 
 @cute.jit
@@ -130,12 +123,10 @@ def _leave_largest(value: Int32, of_warps: cute.Tensor, target: cute.Pointer):
 def _leave_units_if(condition: Boolean, found, bounds, units, columns: cutlass.Constexpr[int]):
     """Powers of two, in which the sums have room; NaN where a sum may not be finite."""
     if condition:
-        # squares of numbers below 2^-63 may be lost: those of a row are together less than this
-        lost = Float32(columns * 2.0**-126)
-        of_dout, of_v = [cm.sqrt(read(found.iterator + i).bitcast(Float32) + lost) for i in range(2)]
-        most = 2.0 * of_dout * of_v + read(found.iterator + LARGEST_DLSE).bitcast(Float32)
+        of_dout, of_v, of_dlse = [read(found.iterator + i).bitcast(Float32) for i in range(3)]
+        most = of_dout * of_v * (2.0 * columns) + of_dlse
         for i in cutlass.range_constexpr(len(bounds)):
-            bits = _bits(most * bounds[i])
+            bits = bits_of_size(most * bounds[i])
             # units in 1: 2^(ROOM - e) where the sum is from 2^e on, and no more than 2^127
             exponent = smaller(Int32(2 * 127 + ROOM) - (bits >> EXPONENT), Int32(254))
             units[i] = choose(bits < INFINITY, exponent << EXPONENT, Int32(-1)).bitcast(Float32)
