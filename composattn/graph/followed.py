@@ -27,6 +27,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .. import errors
 from . import dynamo, expr, proxies, scalar, torch_functions, vectors
@@ -113,8 +114,13 @@ class _Mode(VariableTracker):
     def call_torch_function(self, tx: Any, fn: Any, kinds: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
         reading, args = _reading(), list(args)
         func = fn.as_python_constant()
-        if _asks_for_form(func) and not any(map(_is_traced, args)):
+        if any(map(_is_traced, args)):
+            return reading.call(tx, func, args, kwargs)
+        of_arrays = any(map(_is_array, args))
+        if _asks_for_form(func) or (of_arrays and func in _OF_ARRAYS):
             return fn.call_function(tx, args, kwargs)  # lengths may be symbolic
+        if of_arrays:
+            raise errors.UnsupportedCapture(ARRAYS)
         return reading.call(tx, func, args, kwargs)
 
 
@@ -141,10 +147,15 @@ class _Through(BaseException):
 
 
 class Reading:
-    """One mod that Dynamo follows."""
+    """One mod that Dynamo follows.
 
-    def __init__(self, of_score: bool) -> None:
-        self.of_score = of_score
+    `exact`: whether numbers that Dynamo keeps symbolic are seen as they are now, and guarded. A number that changed
+    from one step to the next is symbolic from then on, and a few functions take no such number.
+    """
+
+    def __init__(self, of_score: bool, exact: bool = False) -> None:
+        self.of_score, self.exact = of_score, exact
+        self.met_symbols = self.met_arrays = False
         self.leaves: dict[int, tuple[Any, Any]] = {}  # by identity: a fake tensor or scalar, and what Dynamo has
         self.numbers: dict[Any, Any] = {}  # what stands for those that Dynamo keeps symbolic, by their nodes
         self.tx: Any = None
@@ -189,7 +200,9 @@ class Reading:
         proxy = value.as_proxy()
         fake = proxy.node.meta["example_value"]
         if isinstance(value, variables.NumpyNdarrayVariable) and fake.ndim:
-            return torch.empty(fake.shape, dtype=fake.dtype).numpy()  # refused, whatever it holds
+            import numpy as np
+
+            return np.empty(fake.shape, dtype=object)  # beside a traced value; refused, whatever it holds
         if not isinstance(value, (variables.NumpyNdarrayVariable, variables.UnspecializedPythonVariable)):
             return self._leaf(value, fake)
         if proxy.node not in self.numbers:  # a tensor to the graph of the region, and not to Dynamo
@@ -202,12 +215,25 @@ class Reading:
         return real
 
     def _number(self, value: Any) -> Any:
-        if not issubclass(value.python_type(), int) or value.python_type() is bool:
+        is_whole = issubclass(value.python_type(), int) and value.python_type() is not bool
+        if not is_whole or self.is_seen_exactly(value):
             return value.evaluate_expr(self.tx.output)
         node = value.sym_num.node.expr
         if node not in self.numbers:
             self.numbers[node] = Scalar(0)
         return self._leaf(value, self.numbers[node])
+
+    def is_seen_exactly(self, value: Any) -> bool:
+        """Whether this symbolic number is to be known; that it was met is noted."""
+        has_example = not free_unbacked_symbols(value.sym_num)
+        self.met_symbols |= has_example
+        return self.exact and has_example
+
+    def known(self, tx: Any, value: Any) -> Any:
+        """What Dynamo has, or the number that it is now."""
+        if isinstance(value, variables.SymNodeVariable) and self.is_seen_exactly(value):
+            return VariableTracker.build(tx, value.evaluate_expr(tx.output))
+        return value
 
     def given(self, value: Any) -> Any:
         """`real`, or an object of the class that there is."""
@@ -320,23 +346,43 @@ def _is_traced(value: Any) -> bool:
 
 def read(tx: Any, fn: Any, trace: Callable[..., Expr]) -> Any:
     """(form, leaves) of a mod, as Dynamo has them."""
-    reading = Reading(trace.__name__ == "trace_score")
+    for exact in (False, True):
+        reading = Reading(trace.__name__ == "trace_score", exact)
+        try:
+            form, given = _form(reading, tx, fn, trace)
+        except (errors.ComposattnError, _Through) as error:
+            if exact or not reading.met_symbols:
+                form, given = _refusal(error, reading.met_arrays), []
+                break
+            if isinstance(error, _Through) and isinstance(error.error, exc.ObservedException):
+                exc.handle_observed_exception(tx)
+        else:
+            break
+    return variables.TupleVariable([VariableTracker.build(tx, form), variables.TupleVariable(given)])
+
+
+def _form(reading: Reading, tx: Any, fn: Any, trace: Callable[..., Expr]) -> tuple[str, list[Any]]:
+    """The form of a mod, and what Dynamo has for each leaf. Raises: what tracing raises, and `_Through`."""
     outer = getattr(pending, "reading", None), getattr(pending, "frames", None)
     pending.reading = reading
     reading.tx = tx
     try:
         graph = trace(_function(fn), lambda _, arguments, of_score: reading.follow(tx, fn, arguments))
         form, leaves = form_of(_with_numbers(graph, reading))
-        given = [reading.leaves[id(leaf)][1] for leaf in leaves]
-    except errors.ComposattnError as error:
-        if torch.compiler._is_exporting_flag:  # what is exported need not run here
-            raise exc.UserError(exc.UserErrorType.INVALID_INPUT, f"{type(error).__name__}: {error}") from error
-        form, given = refused(error), []
-    except _Through as through:
-        raise through.error from None
+        return form, [reading.leaves[id(leaf)][1] for leaf in leaves]
     finally:
         pending.reading, pending.frames = outer
-    return variables.TupleVariable([VariableTracker.build(tx, form), variables.TupleVariable(given)])
+
+
+def _refusal(error: errors.ComposattnError | _Through, of_arrays: bool) -> str:
+    """The form of a refusal. Raises: what Dynamo raised for itself, and where a program is exported."""
+    if isinstance(error, _Through):
+        if not of_arrays:
+            raise error.error from None
+        error = errors.UnsupportedCapture(ARRAYS)
+    if torch.compiler._is_exporting_flag:  # what is exported need not run here
+        raise exc.UserError(exc.UserErrorType.INVALID_INPUT, f"{type(error).__name__}: {error}") from error
+    return refused(error)
 
 
 def _with_numbers(graph: Expr, reading: Reading) -> Expr:
@@ -393,6 +439,9 @@ def install() -> None:
     _hand_over_comparisons()
     _hand_over_membership()
     setattr(variables.TensorVariable, GETATTR, _asking(getattr(variables.TensorVariable, GETATTR)))
+    variables.TensorVariable.unpack_var_sequence = _taking_apart(  # type: ignore[method-assign]
+        variables.TensorVariable.unpack_var_sequence
+    )
     if hasattr(VariableTracker, "mp_ass_subscript_impl"):  # no function mode is told of it
         of_tensors: Any = variables.TensorVariable
         of_tensors.mp_ass_subscript_impl = _writing(of_tensors.mp_ass_subscript_impl)
@@ -430,7 +479,7 @@ def _asking(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         reading = getattr(pending, "reading", None)
         holds = type(getattr(torch.Tensor, name, None)) in (types.GetSetDescriptorType, property) and name not in FORM
-        if reading is None or not holds:
+        if reading is None or not holds or not _is_tensor(self):
             return of_dynamo(self, tx, name)
         reading.tx = tx
         return reading.run(tx, getattr, (reading.real(self), name))
@@ -438,12 +487,24 @@ def _asking(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     return var_getattr
 
 
+def _taking_apart(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor that a mod unpacks is read, as in eager code: Dynamo's views of one may not enter a branch together."""
+
+    def unpack_var_sequence(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        reading = getattr(pending, "reading", None)
+        if reading is None or not _is_tensor(self):
+            return of_dynamo(self, tx, *args, **kwargs)
+        return list(reading.run(tx, tuple, (reading.real(self),)).items)
+
+    return unpack_var_sequence
+
+
 def _writing(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
     """A write to an element of a tensor."""
 
     def mp_ass_subscript_impl(self: Any, tx: Any, key: Any, value: Any) -> Any:
         reading = getattr(pending, "reading", None)
-        if reading is None or value is None:
+        if reading is None or value is None or not _is_tensor(self):
             return of_dynamo(self, tx, key, value)
         return reading.call(tx, operator.setitem, [self, key, value], {})
 
@@ -470,8 +531,8 @@ def _hand_over_membership() -> None:
 
 def _found_in(of_dynamo: Callable[..., Any], tx: Any, instruction: Any) -> Any:
     item, held = tx.stack[-2:]
-    among_tensors = isinstance(held.realize(), _SEQUENCES) and item.is_tensor()
-    of_tensors = _is_traced(held) or _is_traced(item) or held.is_tensor() or among_tensors
+    among_tensors = isinstance(held.realize(), _SEQUENCES) and _is_tensor(item)
+    of_tensors = _is_traced(held) or _is_traced(item) or _is_tensor(held) or among_tensors
     if getattr(pending, "reading", None) is None or not of_tensors:
         return of_dynamo(tx, instruction)
     tx.popn(2)
@@ -479,6 +540,11 @@ def _found_in(of_dynamo: Callable[..., Any], tx: Any, instruction: Any) -> Any:
     return tx.UNARY_NOT(instruction) if instruction.argval else None
 
 
+ARRAYS = (
+    "a mod made in a compiled region does this with a numpy array, of whose contents torch.compile knows nothing; make "
+    "it a tensor by torch.from_numpy outside of the region, or read a Python number there"
+)
+_OF_ARRAYS = {torch.Tensor.__getitem__, torch.tensor, torch.as_tensor}  # what Dynamo does to them as numpy does
 _TO_TEXT = {str, repr, ascii, format, print, str.format}  # of what holds tensors, too
 _OF_TENSORS = {
     *(getattr(operator, name) for name in operator.__all__ if name not in ("is_", "is_not", "setitem", "attrgetter")),
@@ -497,10 +563,19 @@ def _is_of_tensors(func: Any, args: Any, given: list[Any]) -> bool:
     return func.__hash__ and func in _OF_TENSORS and any(_is_tensor(a, func in _TO_TEXT) for a in given)
 
 
-def _is_tensor(value: Any, or_holds: bool) -> bool:
+def _is_tensor(value: Any, or_holds: bool = False) -> bool:
     if or_holds and isinstance(value.realize(), _SEQUENCES):
         return any(_is_tensor(item, True) for item in value.items)
-    return value.is_tensor()  # type: ignore[no-any-return]
+    return value.is_tensor() and not _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is one of numpy's, of some dimensions: Dynamo takes it for a tensor, and alone knows what it holds."""
+    if not isinstance(value.realize(), variables.NumpyNdarrayVariable):
+        return False
+    found: bool = value.as_proxy().node.meta["example_value"].ndim > 0
+    _reading().met_arrays |= found
+    return found
 
 
 _METHODS: dict[Any, str] = {
@@ -528,6 +603,7 @@ def _handing_over(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
             return args[-1].call_method(tx, method, list(args[:-1]), {})
         if reading is None:
             return of_dynamo(self, tx, args, kwargs)
+        args, kwargs = [reading.known(tx, a) for a in args], {k: reading.known(tx, v) for k, v in kwargs.items()}
         func, given = self.as_python_constant(), [*args, *kwargs.values()]
         if not _is_of_tensors(func, args, given) and not any(map(_is_traced, given)):
             return of_dynamo(self, tx, args, kwargs)

@@ -39,7 +39,7 @@ def positive(value: Any, name: str) -> Any:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidModArgument(f"{name} must be a number, ca.scalar or a 0-d tensor, got {_what(value)}")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise InvalidModArgument(f"{name} must be finite and above 0, got {value}")
     return value
 
