@@ -25,7 +25,7 @@ import torch
 from ..errors import UnsupportedCapture
 from .counters import OF_ONE_TENSOR, Counter, is_shared, storage_uses
 from .expr import Capture
-from .foreign import is_computed, is_fake, reason_against
+from .foreign import is_computed, is_fake, is_heard, reason_against
 from .forms import of_the_form
 from .moved import refused
 
@@ -460,6 +460,7 @@ def _found(tensor: torch.Tensor, place: Hashable) -> BorrowedCapture | None:
     key = (
         storage._cdata, tensor.storage_offset(),
         tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_neg(), is_computed(tensor),
+        is_heard(tensor),
     )  # fmt: skip
     capture = _known.get(key)
     if capture is None:

@@ -39,6 +39,17 @@ def is_computed(tensor: torch.Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
+def is_heard(tensor: torch.Tensor) -> bool:
+    """Whether its class has a `__torch_function__` of its own, which may change what a read gives."""
+    if tensor.__class__ in _WITH_MEMORY:
+        return False
+    told = type(tensor).__torch_function__
+    return getattr(told, "__func__", told) not in _SAY_NOTHING
+
+
+_SAY_NOTHING = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, with its numbers in memory as they read; its class may still give one that `is_computed`.
 

@@ -45,6 +45,19 @@ class InBytes(torch.Tensor):
         return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
 
+class Halved(torch.Tensor):
+    """Half of what its memory holds, wherever an element is read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found / 2 if func is torch.Tensor.__getitem__ else found
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(Halved)
+
+
 def waited_for(x: torch.Tensor) -> torch.Tensor:
     """What a collective gives that still runs."""
     found: torch.Tensor = AsyncCollectiveTensor(x)
@@ -102,7 +115,7 @@ def test_captured_ones_are_refused_by_kernels_and_read_by_others(backend: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [InBytes, waited_for])
+@pytest.mark.parametrize("made", [InBytes, waited_for, halved])
 def test_one_that_takes_the_place_of_a_plain_one_is_refused_too(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
     q, k, v, _ = drawn()
     table = torch.ones(H, S, dtype=torch.bfloat16)
@@ -115,6 +128,24 @@ def test_one_that_takes_the_place_of_a_plain_one_is_refused_too(made: Callable[[
     table = made(torch.ones(H, S, dtype=torch.int8 if made is InBytes else torch.bfloat16))
     with pytest.raises(UnsupportedCapture, match=type(table).__name__):
         ca.attention(q, k, v, score_mod=by_key, backend="hopper-emulated")
+
+
+@pytest.mark.parametrize("backend", ["streaming", *EMULATED])
+def test_what_a_class_says_of_reads_is_heard_or_refused(backend: str) -> None:
+    q, k, v, _ = drawn()
+    table = torch.randn(H, S, generator=torch.Generator().manual_seed(1))
+
+    def call(bias: torch.Tensor) -> torch.Tensor:
+        return ca.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, j], backend=backend)
+
+    if backend == "streaming":
+        torch.testing.assert_close(call(halved(table)), call(table / 2))
+        return
+    with pytest.raises(UnsupportedCapture, match="__torch_function__ of Halved"):
+        call(halved(table))
+    call(halved(table).as_subclass(torch.Tensor))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedCapture, match="__torch_function__ of Halved"):
+        call(halved(table))
 
 
 def test_a_mask_that_was_made_of_a_plain_one_is_not_taken_for_one_of_these() -> None:

@@ -12,7 +12,7 @@ import torch
 from ....analysis.program import Program
 from ....call.problem import Problem
 from ....errors import BackendUnavailable, GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
-from ....graph.foreign import is_computed
+from ....graph.foreign import is_computed, is_heard
 from .target import Target
 from .tiling import BackwardTiling, ForwardTiling
 
@@ -128,6 +128,12 @@ class Architecture:
                 raise UnsupportedCapture(
                     f'backend="{self.name}" reads captured tensors as they lie in memory, and the class '
                     f"{type(capture.tensor).__name__} computes what this one holds; capture a plain tensor made of it"
+                )
+            if is_heard(capture.tensor):
+                raise UnsupportedCapture(
+                    f'backend="{self.name}" reads captured tensors as they lie in memory, and the __torch_function__ '
+                    f"of {type(capture.tensor).__name__} may change what is read; capture .as_subclass(torch.Tensor) "
+                    'of it, or use backend="streaming", which asks it'
                 )
 
     def target_on(self, device: torch.device) -> Target:
