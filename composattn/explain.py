@@ -189,7 +189,7 @@ def _classes(program: Program, names: Names) -> str:
             parts[node.rate].append(shown)
     lines = [f"{rate.value}: {', '.join(shown)}" for rate, shown in parts.items() if shown]
     count = sum(n.rate is Rate.ELEMENT and bool(n.args) for n in walk(*roots)) if roots else 0
-    return "\n".join([*lines, f"per element: {count} operations"]) if roots else ""
+    return "\n".join([*lines, f"per element: {count} operation{'s' * (count != 1)}"]) if roots else ""
 
 
 def _gradient(program: Program, names: Names) -> str:

@@ -169,7 +169,7 @@ def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
     cut = {"kind": tile.kind, "queries": tile.queries, "dq": tile.dq, "blocks": form.blocks}
     fields: dict[str, Any] = {
         **{name: first(rows, facts, **cut) for name, rows in FIELDS.items()},
-        **heads_of(facts, fixed["tile_n"], target.sms // kind.sharing),
+        **heads_of(facts, fixed["tile_n"], max(1, target.sms // kind.sharing)),
         **fixed,
         "tile_m": tile.queries,
         "d": -(-facts.d // step) * step,

@@ -78,7 +78,7 @@ class Plan(abc.ABC):
     @property
     def title(self) -> str:
         """What logs call it."""
-        return self.step
+        return self.step.replace("_", " ")
 
     @property
     def entry(self) -> str:
@@ -148,7 +148,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def title(self) -> str:
-        wide = f"{self.step}, D {self.head_dim}"
+        wide = f"{super().title}, D {self.head_dim}"
         return wide if self.mods is None else f"{wide}, {self.mods.title}"
 
     def _form(self) -> list[str]:
