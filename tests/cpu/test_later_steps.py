@@ -28,7 +28,6 @@ from tests.cpu.test_one_reading import Module, calls
 pytestmark = pytest.mark.skipif(not is_known(), reason="refused as a whole: tests/cpu/test_versions_of_torch.py")
 
 Step = SimpleNamespace
-Mods = dict[str, Callable[[Step], dict[str, Any]]]
 
 
 class Window:
@@ -107,14 +106,14 @@ SCORES: dict[str, Callable[[Step], Any]] = {
     "ready score mods": lambda s: alibi(s.table[:, 0].exp()) >> softcap(s.n),
 }
 
-CHANGING: Mods = {f"mask: {n}": lambda s, m=m: {"mask_mod": m(s)} for n, m in MASKS.items()} | {
+CHANGING: dict[str, Any] = {f"mask: {n}": lambda s, m=m: {"mask_mod": m(s)} for n, m in MASKS.items()} | {
     f"score: {n}": lambda s, m=m: {"score_mod": m(s)} for n, m in SCORES.items()
 }
 CHANGING["scale"] = lambda s: {"scale": 1 / s.n}
 
 
 def attended(x: torch.Tensor, s: Step) -> list[torch.Tensor]:
-    return [ca.attention(x, x, x, **mods(s)) for mods in CHANGING.values()]  # type: ignore[misc]
+    return [ca.attention(x, x, x, **mods(s)) for mods in CHANGING.values()]
 
 
 READINGS: dict[str, Callable[[torch.Tensor, Step], Any]] = {
