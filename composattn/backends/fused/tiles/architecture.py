@@ -114,27 +114,31 @@ class Architecture:
                     f'{padding}use backend="streaming"'
                 )
         for capture in program.captures:
-            if capture.tensor.dtype not in CAPTURE_DTYPES:
-                raise UnsupportedCapture(
-                    f'backend="{self.name}" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
-                    f"got {capture.tensor.dtype}; convert it with .to(torch.float32)"
-                )
-            if capture.tensor.is_neg():
-                raise UnsupportedCapture(
-                    f'backend="{self.name}" reads captured tensors as they lie in memory, and torch negates this '
-                    "view when it is read; capture tensor.resolve_neg()"
-                )
-            if is_computed(capture.tensor):
-                raise UnsupportedCapture(
-                    f'backend="{self.name}" reads captured tensors as they lie in memory, and the class '
-                    f"{type(capture.tensor).__name__} computes what this one holds; capture a plain tensor made of it"
-                )
-            if is_heard(capture.tensor):
-                raise UnsupportedCapture(
-                    f'backend="{self.name}" reads captured tensors as they lie in memory, and the __torch_function__ '
-                    f"of {type(capture.tensor).__name__} may change what is read; capture .as_subclass(torch.Tensor) "
-                    'of it, or use backend="streaming", which asks it'
-                )
+            self._check_captured(capture.tensor)
+
+    def _check_captured(self, tensor: torch.Tensor) -> None:
+        """Refuses what kernels would read otherwise than PyTorch."""
+        if tensor.dtype not in CAPTURE_DTYPES:
+            raise UnsupportedCapture(
+                f'backend="{self.name}" reads captured tensors of {", ".join(map(str, CAPTURE_DTYPES))}, '
+                f"got {tensor.dtype}; convert it with .to(torch.float32)"
+            )
+        if tensor.is_neg():
+            raise UnsupportedCapture(
+                f'backend="{self.name}" reads captured tensors as they lie in memory, and torch negates this '
+                "view when it is read; capture tensor.resolve_neg()"
+            )
+        if is_computed(tensor):
+            raise UnsupportedCapture(
+                f'backend="{self.name}" reads captured tensors as they lie in memory, and the class '
+                f"{type(tensor).__name__} computes what this one holds; capture a plain tensor made of it"
+            )
+        if is_heard(tensor):
+            raise UnsupportedCapture(
+                f'backend="{self.name}" reads captured tensors as they lie in memory, and the __torch_function__ '
+                f"of {type(tensor).__name__} may change what is read; capture .as_subclass(torch.Tensor) "
+                'of it, or use backend="streaming", which asks it'
+            )
 
     def target_on(self, device: torch.device) -> Target:
         """The target of a CUDA device; of another architecture's, that of `elsewhere` with the device's machine code.
