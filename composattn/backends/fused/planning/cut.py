@@ -48,8 +48,7 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     tiles, longest = len(lengths) * repeats, max(lengths, default=0)
     equal = min(lengths, default=0) == longest
     whole = tiles - tiles % sms if equal else 0
-    in_step = equal & (len(lengths) <= MANY)  # 84 heads of 4 tiles each, cut, took 1.06 of the time
-    if tiles <= (MANY - 2 * in_step) * sms:
+    if tiles <= MANY * sms:
         most = 8 * sms // max(1, tiles)
     else:
         most = sms // max(1, tiles - whole) if tiles > MANY * sms else 1
