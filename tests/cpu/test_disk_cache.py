@@ -29,8 +29,10 @@ def test_the_key_changes_with_every_file_that_compiling_can_reach(tmp_path: Path
     copy = tmp_path / "composattn"
     shutil.copytree(toolchain.PACKAGE, copy)
     first = toolchain.source_hash(copy)
-    reached = [p for p in copy.rglob("*.py") if p.relative_to(copy).parts[0] not in ("emulator", "testing")]
-    known = ("graph/gradient.py", "analysis/solve.py", "backends/fused/planning/plan.py", "backends/hopper/forward.py")
+    files = [p for p in copy.rglob("*.*") if p.suffix in (".py", ".json")]
+    reached = [p for p in files if p.relative_to(copy).parts[0] not in ("emulator", "testing")]
+    planned = ("backends/fused/planning/plan.py", "backends/hopper/forward.py", "backends/hopper/forward.json")
+    known = ("graph/gradient.py", "analysis/solve.py", *planned)
     assert {copy / name for name in known} < set(reached)
     unseen = []
     for path in reached:

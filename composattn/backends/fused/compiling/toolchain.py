@@ -20,6 +20,8 @@ import torch
 PACKAGE = Path(__file__).parents[3]
 # These run and judge kernels; nothing that makes one imports them.
 NOT_COMPILED = ("emulator", "testing")
+# Code, and the tables that choose tiles and registers.
+SUFFIXES = (".py", ".json")
 COMPILERS = {"nvidia-cutlass-dsl-libs-cu12": 12, "nvidia-cutlass-dsl-libs-cu13": 13}  # by CUDA version
 # What compiles, and what its compiled kernels link to.
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", *COMPILERS)
@@ -41,7 +43,8 @@ def sources(package: Path = PACKAGE) -> list[Path]:
     Kernels are traced from graphs, and graph code (derivatives) runs while they are; telling apart
     what can change a kernel is worth less than the seconds of compiling once more after an upgrade.
     """
-    return sorted(p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in NOT_COMPILED)
+    files = (p for suffix in SUFFIXES for p in package.rglob(f"*{suffix}"))
+    return sorted(p for p in files if p.relative_to(package).parts[0] not in NOT_COMPILED)
 
 
 def source_hash(package: Path = PACKAGE) -> str:
