@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -24,6 +25,7 @@ from .residues import terms
 
 WIDTHS = (16, 8)  # columns of a strip that is not the whole image
 WHOLE_WIDTHS = (32, 16, 8)  # columns of an image that is one: of such rows tiles are made
+PART = 64  # keys of a strip, of which it is said at once that their gradient is written: as few as a copy brings
 _MOST = 1024  # columns of an image: who sees which is found for each pair of them
 POSITIONS = Dep.Q | Dep.KV
 
@@ -88,6 +90,13 @@ class Strips:
         """Columns of boxes, 8 at most, of which some are all that keys have in front of the image."""
         return math.gcd(self.before, 8)
 
+    def adds(self, strip: Any) -> Any:
+        """1 where strip number `strip` adds what it has of its keys' gradients to what its neighbours write, else 0.
+
+        The last one writes, so that every column is written but those that the first one alone has.
+        """
+        return (self.count - 1 - strip) % 2
+
     @property
     def words(self) -> str:
         """For people to read."""
@@ -142,6 +151,11 @@ class Strips:
     def _before_cut(self, cut: CutRow) -> Expr:
         """Whether a key is of a row before the cut one."""
         return apply("lt", index("kv"), const((cut.at + self.above) * self.wide))
+
+
+def parts_of(keys: Any, tile: int) -> Any:
+    """Of how many parts it is said whether their gradient is written, of so many keys of a strip in whole tiles."""
+    return (keys + (tile - 1)) // tile * -(-tile // PART)
 
 
 def in_columns(term: Expr, wide: int, name: str = "kv") -> bool:

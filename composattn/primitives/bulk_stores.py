@@ -19,14 +19,31 @@ def send(outputs: Iterable[tuple], meet: Callable[[], None]) -> None:
     """
     cute.arch.fence_view_async_shared()
     meet()
-    for output in outputs:
-        start(*output)
+    started = []
+    for mine, tma, shared, tiles, number in outputs:
+        begin(mine, tiles, number)
+        start(mine, tma, shared, tiles, number)
+        started.append((mine, tiles, number))
+    for mine, tiles, number in started:
+        end(mine, tiles, number)
+
+
+def begin(mine, tiles: Any, number) -> None:
+    """Before `start`: until it may, where tiles are written by one block and added to by another."""
+    if isinstance(tiles, SumTiles):
+        tiles.begin(mine, number)
+
+
+def end(mine, tiles: Any, number) -> None:
+    """Behind `start`: tells the block that waits."""
+    if isinstance(tiles, SumTiles):
+        tiles.end(mine, number)
 
 
 def start(mine, tma, shared: cute.Tensor, tiles: Any, number) -> None:
     """Starts the copy of an output, see `send`."""
     if isinstance(tiles, SumTiles):
-        tiles.add(mine, tma, shared, number)
+        tiles.start(mine, tma, shared, number)
         return
     source, target = partition(tma, shared, tiles)
     store(mine, tma, source, target, number)

@@ -61,6 +61,19 @@ def claims_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: i
     return cute.make_tensor(start, cute.make_layout((entries, heads, tiles, parts), stride=strides))
 
 
+def written_of(
+    workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, parts: Any, heads: Any
+) -> cute.Tensor:
+    """int32 (2, strips, `heads`, `parts`), which parts of dK and dV strips have written: behind all else.
+
+    `flags` as of `shares_of`.
+    """
+    strips = dq_accum.shape[0]
+    start = cute.recast_ptr(_behind_flags(workspace, first, dq_accum, tile, flags), dtype=Int32)
+    strides = strips * heads * parts, heads * parts, parts, 1
+    return cute.make_tensor(start, cute.make_layout((2, strips, heads, parts), stride=strides))
+
+
 def shares_of(
     workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any, sums: Any, work: Any
 ) -> cute.Tensor:
@@ -70,8 +83,12 @@ def shares_of(
     """
     entries, heads, tiles, _ = dq_accum.shape
     blocks = entries * heads * tiles if work is None else heads * work.shape[0]
-    start = _behind_statistics(workspace, first, dq_accum, tile) + entries * heads * flags
+    start = _behind_flags(workspace, first, dq_accum, tile, flags)
     return cute.make_tensor(start, cute.make_layout((sums, blocks // sums), stride=(blocks // sums, 1)))
+
+
+def _behind_flags(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, flags: Any) -> cute.Pointer:
+    return _behind_statistics(workspace, first, dq_accum, tile) + dq_accum.shape[0] * dq_accum.shape[1] * flags
 
 
 def _behind_statistics(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Pointer:
@@ -91,4 +108,5 @@ __all__ = [
     "counter_of",
     "shares_of",
     "statistics_of",
+    "written_of",
 ]

@@ -2,7 +2,7 @@
 
 Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes of some columns of some image rows, which
 come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
-one reach beyond the image, where copies find zeros. Their gradients are added (`strip_sums`).
+one reach beyond the image, where copies find zeros. Their gradients are sums of two (`strip_sums`).
 
 A last row that is cut has a descriptor of its own, which ends where the row does; a tile begins with it.
 """
@@ -18,7 +18,7 @@ from cutlass import Int32
 from .cut_rows import CutRows, TilesOfCut
 from .seqlen import DenseRows, PackedRows, PagedRows, WholeSequence
 from .seqlen import rows_of as unstripped
-from .strip_sums import Added, SumTiles
+from .strip_sums import Shared, SumTiles
 from .values import Bundle, aligned
 
 
@@ -34,7 +34,7 @@ class StripRows(Bundle):
     def __init__(self, strips: Any, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
         """On the host: `strips` of an image (`analysis.strips`) with so many whole `rows`."""
         self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
-        self.cut, self.last, self.side = strips.cut, last, strips.side
+        self.cut, self.last, self.side, self.adds = strips.cut, last, strips.side, strips.adds
         self.rows = above, last  # of a strip: the first one of the image, and the one that is cut
         more = above if last is None else last + 1 - strips.cut.at
         self.length = (rows + more) * wide  # no constant, by which the compiler would divide in a form it does not know
@@ -89,15 +89,18 @@ class StripSequence(WholeSequence):
         return inside
 
     def tiles(self, tensor: Any, h: Int32, tile: tuple[int, int], column: Any = 0) -> Any:
-        """(rows, columns, number of the tile) of a tensor made by `for_copies`, or the `SumTiles` of one that is added
-        to.
+        """(rows, columns, number of the tile) of a tensor made by `for_copies`, or the `SumTiles` of one that is
+        `Shared`.
         """
-        if not isinstance(tensor, Added):
+        if not isinstance(tensor, Shared):
             return self._boxes(tensor, h, in_copies(self.of, *tile), (0, None), column)
         of, first = self.of, self.strip * self.of.apart - self.of.before
         large = self.tiles(tensor.large, h, tile, column)
         small = self._boxes(tensor.small, h, ((of.side, 1), tile[1]), (None, None), column)
-        return SumTiles(large, small, tile[0] // of.wide, of.wide, of.side, first, of.above)
+        rows, alone = tile[0] // of.wide, of.apart - of.before
+        written, at = tensor.written[None, h, None], self.b * of.count + self.strip
+        where = of.wide, of.side, first, of.above, self.strip, of.adds(self.strip), alone
+        return SumTiles(large, small, rows, *where, written, at)
 
     def _boxes(self, tensor: Any, h: Int32, box: tuple[Any, int], which: tuple[Any, Any], column: Any) -> Any:
         """Boxes of the image from the strip's first column and row on, `which` of them. A last row that is cut is its

@@ -1,9 +1,13 @@
-"""Gradients of keys by strips of an image, added to those of the image by bulk copies.
+"""Gradients of keys by strips of an image: every other strip writes its own by bulk copies, the others add theirs.
 
-A key is in two strips at most. What each has of its gradient has 16 bits, and is added to memory that was cleared: one
-sum of two numbers, the same bits in any order. Keys of strips begin in front of the image, and copies to memory must
-not: one whose corner has a negative coordinate is an illegal instruction on an H200. There, copies bring a few columns
-of one row each, of which those outside of the image are left out.
+A key is in two strips at most, which are neighbours: one that writes and one that adds, once it is said in device
+memory that the neighbour has written. So nobody clears the gradients, and they have the same bits in any order: one sum
+of two numbers of 16 bits. Tiles of strips that write come first (`fused/tiles/work.py`), else blocks would wait for
+those that have not begun.
+
+Keys of strips begin in front of the image, and copies to memory must not: one whose corner has a negative coordinate is
+an illegal instruction on an H200. There, copies bring a few columns of one row each, of which those outside of the
+image are left out.
 """
 
 from __future__ import annotations
@@ -17,31 +21,57 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .cut_rows import CutRows, bulk_copy, partition
-from .values import Fixed
+from .turns import publish_if, wait_for
+from .values import Fixed, choose
 
 
-class Added(NamedTuple):
-    """Copies that add tiles of strips to a tensor, or the tensor as they see it: of whole tiles, and of few columns."""
+class Copies(NamedTuple):
+    """Bulk copies that write and that add."""
+
+    write: Any
+    add: Any
+
+
+class SumCopies(NamedTuple):
+    """`Copies` of whole tiles of strips, and of few columns."""
+
+    large: Copies
+    small: Copies
+
+
+class Shared(NamedTuple):
+    """A gradient whose parts several strips have, as these copies see it.
+
+    `written`: int32 (strips, heads, parts of `PART` keys), 1 where a strip that writes has; zero at the kernel's start.
+    """
 
     large: Any
     small: Any
+    written: cute.Tensor
 
 
-def copies_that_add(image: Any, layout: Any, box: tuple[Any, int], side: int) -> tuple[Added, Added]:
+def copies_of_sums(
+    image: Any, layout: Any, box: tuple[Any, int], side: int, written: cute.Tensor
+) -> tuple[SumCopies, Shared]:
     """On the host, for an `image` as bulk copies see it. `box`: of a tile, whose `layout` is that of shared memory;
     `side`: columns of the image in small ones.
     """
-    op, width = cpasync.CopyReduceBulkTensorTileS2GOp(), box[1]
+    ops, width = (cpasync.CopyBulkTensorTileS2GOp(), cpasync.CopyReduceBulkTensorTileS2GOp()), box[1]
     few = cute.make_composed_layout(layout.inner, 0, cute.composition(layout.outer, (side, width)))
-    large, small = bulk_copy(op, image, layout, box), bulk_copy(op, image, few, ((side, 1), width))
-    return Added(large[0], small[0]), Added(large[1], small[1])
+    large, small = [
+        [bulk_copy(op, image, smem, shape) for op in ops] for smem, shape in ((layout, box), (few, ((side, 1), width)))
+    ]
+    copies = SumCopies(*(Copies(*(tma for tma, _ in both)) for both in (large, small)))
+    return copies, Shared(large[0][1], small[0][1], written)
 
 
 @dataclasses.dataclass
 class SumTiles(Fixed):
-    """The tiles of a strip, of so many `rows` of `wide` columns of the image, the first of which is `column`.
+    """The tiles of strip `strip`, of so many `rows` of `wide` columns of the image, the first of which is `column`.
 
-    `small`: boxes of `side` columns and one row, by column and row. `above`: rows in front of the image.
+    `small`: boxes of `side` columns and one row, by column and row. `above`: rows in front of the image. `adds`: not 0
+    where this strip adds. `alone`: columns of the image that the first strip alone has.
+    `written`: int32 (strips, parts of a strip), of which this strip is the one at `at`.
     """
 
     large: Any
@@ -51,30 +81,70 @@ class SumTiles(Fixed):
     side: int
     column: Any
     above: int
+    strip: Any
+    adds: Any
+    alone: int
+    written: cute.Tensor
+    at: Any
 
-    def add(self, mine: Any, tma: Added, shared: cute.Tensor, number: Any) -> None:
+    def begin(self, mine: Any, number: Any) -> None:
+        """Until this strip may write tile `number` or add to it, for the warp that is to."""
+        _begin(mine, self, Int32(number))
+
+    def start(self, mine: Any, tma: SumCopies, shared: cute.Tensor, number: Any) -> None:
         """Starts the copies of shared memory (keys, D) to tile `number`, where this warp is to."""
-        _add(mine, self, tma, shared, Int32(number))
+        _start_tile(mine, self, tma, shared, Int32(number))
+
+    def end(self, mine: Any, number: Any) -> None:
+        """Says that tile `number` is written, by the warp that started the copies, once they are done."""
+        _end(mine, self, Int32(number))
 
 
 @cute.jit
-def _add(mine: Boolean, tiles: cutlass.Constexpr, tma: cutlass.Constexpr, shared, number: Int32):
+def _begin(mine: Boolean, tiles: cutlass.Constexpr, number: Int32):
     if mine:
-        cute.arch.griddepcontrol_wait()  # for empty memory: keys that no query sees come here without a wait
+        cute.arch.griddepcontrol_wait()  # for empty flags: keys that no query sees come here without a wait
+        if tiles.adds != 0:
+            # a neighbour for every other lane; the first strip has one, and the last one does not add
+            before = (cute.arch.lane_idx() % 2 == 0) & (tiles.strip > 0)
+            wait_for(tiles.written[tiles.at + choose(before, -1, 1), None].iterator + number, Int32(1))
+            cute.arch.sync_warp()
+
+
+@cute.jit
+def _end(mine: Boolean, tiles: cutlass.Constexpr, number: Int32):
+    if mine & (tiles.adds == 0):
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.sync_warp()
+        publish_if(tiles.written[tiles.at, None].iterator + number, Int32(1), cute.arch.lane_idx() == 0)
+
+
+@cute.jit
+def _start_tile(mine: Boolean, tiles: cutlass.Constexpr, tma: cutlass.Constexpr, shared, number: Int32):
+    if mine:
         row = number * tiles.rows
-        if (row >= tiles.above) & (tiles.column >= 0):
-            _start(tma.large, shared, tiles.large, (number,))
+        if (row >= tiles.above) & (tiles.strip > 0):
+            _start(tma.large, shared, tiles.large, (number,), tiles.adds)
         else:
             across = tiles.wide // tiles.side
             for i in cutlass.range(tiles.rows * across, unroll=1):
                 its, there = row + i // across, i % across
-                if (its >= tiles.above) & (tiles.column + there * tiles.side >= 0):
+                column = tiles.column + there * tiles.side
+                if (its >= tiles.above) & (column >= 0):
                     part = cute.local_tile(shared, (tiles.side, cute.size(shared, mode=[1])), (i, 0))
-                    _start(tma.small, part, tiles.small, (there, its))
+                    _start(tma.small, part, tiles.small, (there, its), choose(column < tiles.alone, 0, tiles.adds))
         cute.arch.cp_async_bulk_commit_group()
 
 
-def _start(tma: Any, shared: cute.Tensor, tiles: Any, at: tuple[Any, ...]) -> None:
+@cute.jit
+def _start(copies: cutlass.Constexpr, shared, tiles: cutlass.Constexpr, at: tuple, adds: Int32):
+    if adds != 0:
+        _start_one(copies.add, shared, tiles, at)
+    else:
+        _start_one(copies.write, shared, tiles, at)
+
+
+def _start_one(tma: Any, shared: cute.Tensor, tiles: Any, at: tuple[Any, ...]) -> None:
     """The copy to one box; its last number tells whether it is in a last row that is cut."""
     source, target = partition(tma, shared, tiles)
     if isinstance(tma, CutRows):

@@ -219,7 +219,7 @@ def test_images_whose_last_row_is_cut_are_strips_with_that_row(
 
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize(("columns", "rows", "d"), [(48, (9, 24), 64), (32, (8, 16), 128)])
-def test_keys_that_no_query_sees_get_no_gradient_once_memory_is_cleared(
+def test_keys_that_no_query_sees_get_no_gradient(
     columns: int, rows: tuple[int, int], d: int, generator: torch.Generator
 ) -> None:
     """Blocks have several tiles, some with no query; of D 128 K has two places, through which dK leaves."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from composattn.analysis.bands import EVERYTHING, TileInterval, tile_intervals
+from composattn.analysis.strips import Strips
 from composattn.analysis.tile_lists import Extent, KeyLists
-from composattn.backends.fused.tiles.work import WorkTables, ascends, work_tables
+from composattn.backends.fused.tiles.work import TableOrder, WorkTables, ascends, work_tables
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Order
 from composattn.call.sequences import NO_SEQUENCES, Sequences
@@ -83,6 +84,24 @@ def test_dense_tiles_in_every_order() -> None:
     assert work["longest_first"] == sorted(work["in_order"], reverse=True)
     assert work["shortest_first"] == sorted(work["in_order"])
     assert all(sorted(t) == everything for t in by_order.values())
+
+
+@pytest.mark.parametrize("columns", [48, 64, 100])  # an odd and an even number of strips, and one that reaches beyond
+@pytest.mark.parametrize("order", [*ORDERS, "last_keys_first"])
+def test_tiles_of_strips_that_wait_come_behind_those_that_they_wait_for(order: TableOrder, columns: int) -> None:
+    strips = Strips(columns, 8)
+    of, counts = problem(2 * strips.count, 290, 290), torch.randint(9, (2 * strips.count, 2, 19))
+    table = WorkTables(of, None, TILE, TILE, order, strips)(NO_SEQUENCES, counts)
+    assert sorted(table.tolist()) == [[b, m] for b in range(of.batch) for m in range(19)]
+    place = {(b, m): n for n, (b, m) in enumerate(table.tolist())}
+    adding = [(b, m) for b, m in place if strips.adds(b % strips.count)]
+    assert len(adding) == 2 * (strips.count // 2) * 19
+    for b, m in adding:
+        neighbours = [n for n in (b - 1, b + 1) if n // strips.count == b // strips.count]
+        assert neighbours and all(not strips.adds(n % strips.count) for n in neighbours)
+        assert all(place[n, m] < place[b, m] for n in neighbours)
+    if order == "last_keys_first":  # in a fixed order dQ's parts wait for those of later keys
+        assert all(place[b, m] < place[b, m - 1] for b, m in place if m)
 
 
 def test_the_last_tile_is_the_longest_where_the_mask_alone_says_so() -> None:

@@ -50,7 +50,8 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         return HopperLayouts.of(self.tiling)
 
     def block(self, layouts, counter):
-        return HopperBackwardBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter)
+        waits = self.plan.layout.shares_keys
+        return HopperBackwardBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter, waits)
 
     @cute.jit
     def share_roles(self, call, block, warp):

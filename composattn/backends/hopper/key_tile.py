@@ -67,8 +67,15 @@ class HopperBackwardBlock(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
     def __init__(
-        self, tiling: HopperBackwardTiling, layouts: HopperLayouts, dtype, deterministic: bool, counter: cute.Tensor
+        self,
+        tiling: HopperBackwardTiling,
+        layouts: HopperLayouts,
+        dtype,
+        deterministic: bool,
+        counter: cute.Tensor,
+        waits: bool = False,
     ):
+        """`waits`: tiles do for others', in any order too."""
         self.dtype, self.parts, self.in_order = dtype, tiling.warpgroups, deterministic
         edges, smem = self.made_edges(tiling), SmemAllocator()
         bound = dict(zip(edges, Edge.allocate(smem, list(edges.values())), strict=True))
@@ -80,7 +87,7 @@ class HopperBackwardBlock(Fixed):
         self.queue = None
         if tiling.persistent:
             numbers = smem.allocate_array(Int32, edges["queue"].stages)
-            self.queue = DynamicScheduler(bound["queue"], numbers, counter, draws_first=deterministic)
+            self.queue = DynamicScheduler(bound["queue"], numbers, counter, draws_first=deterministic or waits)
         # of each turn, whether it is the first at its query tile
         self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.dq_begins == "turn" else None
         barriers = Barriers()

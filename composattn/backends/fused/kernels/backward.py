@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from ....analysis.strips import parts_of
 from ....primitives.arithmetic import ONE_BY_ONE, Arithmetic
 from ....primitives.block_pair import rank
 from ....primitives.cut_rows import bulk_copy, descriptors, load, partition
@@ -18,13 +19,13 @@ from ....primitives.emit import Leaves
 from ....primitives.emit_backward import BackwardMods
 from ....primitives.emit_metadata import KeyTileMetadata
 from ....primitives.emit_tiles import query_tiles_of
-from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of
+from ....primitives.padded_tiles import PaddedTiles, claims_of, cleared_of, counter_of, statistics_of, written_of
 from ....primitives.pieces import Pieces
 from ....primitives.pipelines import Slot, start_edges
 from ....primitives.q_tiles import ListedQueryRun, QueryRun
 from ....primitives.seqlen import Rows
 from ....primitives.strip_rows import StripRows, in_copies, rows_of
-from ....primitives.strip_sums import copies_that_add
+from ....primitives.strip_sums import copies_of_sums
 from ....primitives.tile_scheduler import Sections, TileScheduler
 from ....primitives.values import Fixed, choose, permuted
 from ..planning.arguments import MainArguments, PiecesArguments
@@ -130,12 +131,17 @@ class Backward(Kernel, Generic[AnyTiling]):
             *self.loads(host.q, host.dout, host.k, host.v, layouts, host.queries, host.keys),
             cpasync.make_tiled_tma_atom(read, permuted(statistics, 3, 2, 1, 0), row_layout, (tiling.tile_m,)),
         ]
-        for tensor, layout, width in ((given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)):
+        results = (given.dk, layouts.dk, tiling.d), (given.dv, layouts.dv, tiling.dv)
+        for which, (tensor, layout, width) in enumerate(results):
             box = cute.select(layout, [0, 1])
             part = self.stored_rows, width // self.stored_across
-            if self.plan.layout.shares_keys:  # to memory that was cleared
-                image = host.keys.for_copies(tensor)
-                copies.append(copies_that_add(image, box, in_copies(host.keys, *part), host.keys.side))
+            if self.plan.layout.shares_keys:
+                flags = tiling.flags(given.dq_accum.shape[2])
+                place = given.workspace, COUNTER, given.dq_accum, tiling.tile_m, flags
+                parts = parts_of(host.keys.length, tiling.tile_n)
+                written = written_of(*place, parts, host.k.shape[2])[which, None, None, None]
+                image, box_of_keys = host.keys.for_copies(tensor), in_copies(host.keys, *part)
+                copies.append(copies_of_sums(image, box, box_of_keys, host.keys.side, written))
             else:
                 stored = self.stored(host.keys, tensor, part[0])
                 copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))

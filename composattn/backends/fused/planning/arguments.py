@@ -133,7 +133,7 @@ class PreprocessArguments(NamedTuple):
     sequences: Any  # `Sequences`: where packed rows lie
     query_tiles: Any  # (tiles, 2) int32: b (-1: nothing) and number of each tile of packed queries
     sinks: Any  # `SinkArguments`
-    added: Any  # dk and dv of `MainArguments`, where strips of an image add to them
+    keys: Any  # dk of `MainArguments`, where strips of an image share it: of what shape it is
 
     @staticmethod
     def of(plan: PreprocessPlan) -> PreprocessArguments:
@@ -150,7 +150,7 @@ class PreprocessArguments(NamedTuple):
             sequences=_sequences(plan.layout),
             query_tiles=_work(plan),
             sinks=_sinks(plan),
-            added=(_keys(plan, plan.head_dim), _keys(plan, plan.head_dim_v)) if plan.layout.shares_keys else None,
+            keys=_keys(plan, plan.head_dim) if plan.layout.shares_keys else None,
         )
 
 

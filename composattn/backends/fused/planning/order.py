@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....analysis.bands import TileInterval
+from ....analysis.strips import Strips
 from ....call.problem import Problem
 from ..tiles.segments import Segments, most_tiles
 from ..tiles.work import TableOrder, WorkTables, ascends, descends, entries, segment_tables, work_tables
@@ -34,6 +35,7 @@ class Tiles:
     """Tiles of so many `rows` for each batch entry of `heads`, by `columns`; of a backward's keys, which are its rows.
 
     `visited`: which columns; None: lists say so. `fixed`: dQ is summed in their order. `at_once`: so many run.
+    `strips`: of an image, which share gradients of keys.
     """
 
     problem: Problem
@@ -44,9 +46,12 @@ class Tiles:
     at_once: int
     of_keys: bool = False
     fixed: bool = False
+    strips: Strips | None = None
 
     @property
     def lie(self) -> str:
+        if self.strips is not None:
+            return "strips"
         return "segments" if isinstance(self.visited, Segments) else self.problem.layout.q
 
     @property
@@ -76,4 +81,4 @@ class Tiles:
         if isinstance(self.visited, Segments):
             words += "; tiles begin where the mask falls apart"
             return words, segment_tables(self.problem, self.rows, order, self.visited, self.of_keys)
-        return words, work_tables(self.problem, self.visited, self.rows, self.columns, order)
+        return words, work_tables(self.problem, self.visited, self.rows, self.columns, order, self.strips)

@@ -98,7 +98,7 @@ class SinkForm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessPlan(TiledPlan[AnyTiling]):
-    """The preprocess: statistics of query rows, an empty dQ, and where strips add to them empty dK and dV."""
+    """The preprocess: statistics of query rows, an empty dQ, and flags that say nothing where strips share keys."""
 
     step = "preprocess"
     has_dlse: bool
@@ -187,8 +187,9 @@ def backward_of(
     on_host = lists is None and segments is None and problem.layout.is_dense
     cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
     of_keys = segments or (exchanged(intervals) if lists is None else None)
+    strips = problem.layout.strips if problem.layout.shares_keys else None
     tiles = Tiles(
-        mirror(problem), of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic
+        mirror(problem), of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic, strips
     )
     order, keys = tiles.ordered()
     rows, metadata = _order_of_rows(problem, chosen, segments), None

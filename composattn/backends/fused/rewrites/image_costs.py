@@ -1,7 +1,4 @@
-"""What a call on an image takes, whole and in strips: a model fitted to timed calls, which decides between them.
-
-Times of tiles are fitted, each with its calls as evidence; what is paid once a call is estimated, and says so.
-"""
+"""What a call on an image takes, whole and in strips: a model fitted to timed calls, which decides between them."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ COSTS: dict[tuple[Direction, int], Cost] = {
         4.0, 5.5, 5.5, "13x13: 96 wide 239.6, by pairs of five steps 292, whole 486; video whole 513"
     ),
 }
-MEMORY = 4.0  # bytes a picosecond with which dK and dV are cleared: as a kernel read and wrote 202 MB in 50.5 us
 
 
 def microseconds(posed: Posed, visits: float, tile: Tile) -> float:
@@ -59,16 +55,4 @@ def microseconds(posed: Posed, visits: float, tile: Tile) -> float:
     scores = problem.batch * problem.q_heads * problem.q_len * visits * 128
     test = cost.pairs if strips is None else cost.words
     of_tile = cost.ends + test * scores / tiles / SCORES
-    return max(1.0, tiles / (posed.target.sms * tile.blocks)) * of_tile + _cleared(posed)
-
-
-def _cleared(posed: Posed) -> float:
-    """Microseconds in which dK and dV are cleared: half of what strips have keys of, as these overlap.
-
-    The adding is part of a tile's ends.
-    """
-    problem = posed.problem
-    if not problem.layout.shares_keys or posed.direction == "forward":
-        return 0.0
-    numbers = problem.batch * problem.kv_heads * problem.kv_len // 2 * (problem.head_dim + problem.head_dim_v)
-    return 2 * numbers / MEMORY * 1e-6
+    return max(1.0, tiles / (posed.target.sms * tile.blocks)) * of_tile

@@ -26,12 +26,12 @@ def launches(
     postprocess: Kernel,
     gather: Kernel | None,
     pieces_of: Pieces | None,
-    adds_keys: bool,
+    shares_keys: bool,
 ) -> Callable[..., None]:
     """What launches these kernels on the current device.
 
-    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `adds_keys`:
-    `main` adds to dk and dv.
+    `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `shares_keys`: strips of
+    an image have parts of dk and dv.
     """
 
     def launch(
@@ -55,8 +55,8 @@ def launches(
         if of_sinks is not None:
             sinks = SinkArguments(sinks=of_sinks[0], workspace=workspace, gradient=of_sinks[1])
         captured, scalars = tuple(reads) or None, tuple(numbers) or None
-        added = (dk, dv) if adds_keys else None
-        preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks, added)
+        keys = dk if shares_keys else None
+        preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks, keys)
         main(
             q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars
         )  # fmt: skip

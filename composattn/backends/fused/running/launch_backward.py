@@ -12,6 +12,7 @@ from torch.autograd import profiler
 from ....analysis.derived import derived_for_graph, derives_anew
 from ....analysis.program import Program
 from ....analysis.streams import has_streams, stream_handle
+from ....analysis.strips import parts_of
 from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.expr import Capture
@@ -33,7 +34,8 @@ class _WorkspaceSizes(NamedTuple):
     """Sizes of the memory that a call takes for itself."""
 
     of: tuple[int, ...]  # shape of q
-    workspace: int  # a counter, two statistics of rows, numbers that say what is done to dQ, shares of sinks
+    # a counter, two statistics of rows, numbers that say what is done to dQ, and to keys of strips, shares of sinks
+    workspace: int
     sums: tuple[int, ...]  # of dQ
     strides: tuple[int, ...]
     turns: tuple[int, ...] | None  # of a fixed order
@@ -110,7 +112,7 @@ class BackwardLauncher:
         """Launches them all on the current device, see `launches`."""
         pieces_of = None if self.plans.main.cut is None else self.pieces
         kernels = self.preprocess, self.main, self.postprocess, self.gather
-        return launches(*kernels, pieces_of=pieces_of, adds_keys=self.plans.main.layout.shares_keys)
+        return launches(*kernels, pieces_of=pieces_of, shares_keys=self.plans.main.layout.shares_keys)
 
     def launch_in_range(self, *given: Any) -> None:
         """`launch`, where somebody profiles."""
@@ -197,7 +199,7 @@ class BackwardLauncher:
         lie = None if self.is_dense else sequences
         sizes = self.sizes
         if sizes is None or sizes.of != q.shape or not self.is_dense:
-            sizes = self._sizes_of(q, sequences, tables[0])
+            sizes = self._sizes_of(q, k, sequences, tables[0])
         memory, place = (sizes.memory(q.device), None) if sizes.scratch is None else sizes.scratch.take()
         given = (tensors, scale, reads, scalars, lie, tables, memory, sizes.turns, of_sinks)
         launch = self.launch_in_range if profiler._is_profiler_enabled else self.launch
@@ -272,7 +274,9 @@ class BackwardLauncher:
         workspace = torch.empty(size, dtype=torch.float32, device=dk.device)
         return PiecesArguments(workspace=workspace, whole=cut.whole, cut=count, pieces=cut.pieces)
 
-    def _sizes_of(self, q: torch.Tensor, sequences: Sequences, table: torch.Tensor | None) -> _WorkspaceSizes:
+    def _sizes_of(
+        self, q: torch.Tensor, k: torch.Tensor, sequences: Sequences, table: torch.Tensor | None
+    ) -> _WorkspaceSizes:
         """The memory of a call, see `composattn.primitives.padded_tiles`; that of dense ones is known from then on."""
         tile_m = self.tiling.tile_m
         if sequences.cu_q is None:
@@ -286,9 +290,12 @@ class BackwardLauncher:
         rows, width = batch * heads * tiles * tile_m, tile_m * self.tiling.d
         blocks = batch * tiles if table is None else table.shape[0]
         shares = 0 if self.plans.preprocess.sinks is None else blocks
+        of_keys = 0
+        if self.strips is not None and self.plans.main.layout.shares_keys:  # of dK and dV
+            of_keys = 2 * batch * k.shape[1] * parts_of(self.strips.keys_of(k.shape[2]), self.tiling.tile_n)
         found = _WorkspaceSizes(
             of=q.shape,
-            workspace=COUNTER + 2 * rows + (self.tiling.flags(tiles) * batch + shares) * heads,
+            workspace=COUNTER + 2 * rows + (self.tiling.flags(tiles) * batch + shares) * heads + of_keys,
             sums=(batch, heads, tiles, width),
             strides=(heads * tiles * width, tiles * width, width, 1),
             turns=(batch, heads, self.tiling.sharing * tiles) if self.plans.main.deterministic else None,

@@ -23,6 +23,7 @@ from ....analysis.bands import TileInterval
 from ....analysis.derived import derives_anew, stamps, value_of
 from ....analysis.refreshed import Refreshed, may_cache, version
 from ....analysis.streams import has_streams, stream_handle
+from ....analysis.strips import Strips
 from ....call.problem import Problem
 from ....call.schedule import Order
 from ....call.sequences import NO_SEQUENCES, Sequences
@@ -152,6 +153,8 @@ def sorted_tiles(tiles: QueryTiles, work: torch.Tensor, order: TableOrder) -> to
 
 def by_sequence(tiles: QueryTiles, order: TableOrder) -> torch.Tensor:
     """`table_of` the tiles in one of the orders `WITHOUT_WORK`."""
+    if order == "last_keys_first" and isinstance(tiles.q_lens, int):  # those of all sequences, then those before them
+        return table_of(tiles)[tiles.m.argsort(descending=True, stable=True)]
     if order == "in_order" or isinstance(tiles.q_lens, int):
         return table_of(tiles)
     rows = tiles.q_lens[tiles.b.clamp(max=len(tiles.q_lens) - 1)].long()
@@ -161,16 +164,29 @@ def by_sequence(tiles: QueryTiles, order: TableOrder) -> torch.Tensor:
     return sorted_tiles(tiles, rows, order)
 
 
+def writers_first(table: torch.Tensor, strips: Strips) -> torch.Tensor:
+    """A table of tiles of keys whose gradients strips share: those that write before those that wait for them."""
+    return table[strips.adds(table[:, 0] % strips.count).argsort(stable=True)]
+
+
 class WorkTables:
     """The work tables of one form of calls, each made when its sequences are first seen or were written to since.
 
     Each thread has its own, as it does lists of tiles.
     `intervals` None: lists of tiles say what is visited, and their counts are given at each call.
+    `strips`: whose sequences share gradients of keys.
     """
 
     def __init__(
-        self, problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: TableOrder
+        self,
+        problem: Problem,
+        intervals: tuple[TileInterval, ...] | None,
+        tile_m: int,
+        tile_n: int,
+        order: TableOrder,
+        strips: Strips | None = None,
     ) -> None:
+        self.strips = strips
         self.problem, self.intervals, self.tile_m, self.tile_n, self.order = problem, intervals, tile_m, tile_n, order
         self.by_work = order not in WITHOUT_WORK
         self.captures, self.scalars = inputs(*_ends(intervals if self.by_work else None))
@@ -245,13 +261,17 @@ class WorkTables:
 
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         with torch.no_grad():
-            if self.by_work and counts is None:
-                visits = self._visits(sequences, rows)
-                return sorted_tiles(visits.tiles, visits(), self.order)
-            tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
-            if not self.by_work or counts is None:
-                return by_sequence(tiles, self.order)
-            return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
+            table = self._ordered(sequences, counts, rows)
+            return table if self.strips is None else writers_first(table, self.strips)
+
+    def _ordered(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
+        if self.by_work and counts is None:
+            visits = self._visits(sequences, rows)
+            return sorted_tiles(visits.tiles, visits(), self.order)
+        tiles = query_tiles(self.problem, sequences, self.tile_m, rows)
+        if not self.by_work or counts is None:
+            return by_sequence(tiles, self.order)
+        return sorted_tiles(tiles, visited_by_lists(tiles, counts), self.order)
 
     def _visits(self, sequences: Sequences, rows: int | None) -> TileVisits:
         stream = self._stream()
@@ -322,14 +342,19 @@ MOST_TABLES = 8  # of one form: as many micro-batches may be under way
 
 
 def work_tables(
-    problem: Problem, intervals: tuple[TileInterval, ...] | None, tile_m: int, tile_n: int, order: TableOrder
+    problem: Problem,
+    intervals: tuple[TileInterval, ...] | None,
+    tile_m: int,
+    tile_n: int,
+    order: TableOrder,
+    strips: Strips | None = None,
 ) -> WorkTables:
     """The `WorkTables` of this form: layers of one mask share them."""
     sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len, problem.device, problem.layout)
-    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order)
+    key = (*sizes, intervals is None, *_ends(intervals), tile_m, tile_n, order, strips)
     found = _forms.get(key)
     if found is None:
-        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order)
+        found = _forms[key] = WorkTables(problem, intervals, tile_m, tile_n, order, strips)
     return found
 
 

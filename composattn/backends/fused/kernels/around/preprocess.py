@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .....analysis.strips import parts_of
 from .....primitives.branches import store_if
 from .....primitives.delta import row_statistics
 from .....primitives.exponential import exp2
@@ -13,12 +14,13 @@ from .....primitives.padded_tiles import (
     cleared_of,
     counter_of,
     statistics_of,
+    written_of,
 )
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
-from .....primitives.row_products import ELEMENTS, RowLanes
+from .....primitives.row_products import RowLanes
 from .....primitives.strip_rows import rows_of
-from .....primitives.values import aligned, choose, move, permuted
+from .....primitives.values import choose, permuted
 from ...planning.arguments import PreprocessArguments
 from ...planning.plan_backward import COUNTER, PreprocessPlan
 from ...tiles.architecture import Kernel
@@ -31,8 +33,8 @@ THREADS = 512
 class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
 
-    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it. Where dK
-    and dV are added to, each block clears a share of them.
+    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it. Where
+    strips share keys, each block clears a share of what says which of them have written (`strip_sums`).
     """
 
     arguments = PreprocessArguments
@@ -54,13 +56,19 @@ class Preprocess(Kernel):
         cleared = cleared_of(*flags) if self.tiling.clears else None
         claims = claims_of(*flags, parts) if parts else None
         sinks = SinkSums.of(self.plan, given)
-        written = statistics, dq_accum, counter, cleared, claims, given.added
-        self.kernel(out, dout, given.lse, given.dlse, *written, queries, work, sinks).launch(
+        written = None
+        if const_expr(given.keys is not None):
+            _, keys = rows_of(self.plan.layout, given.out, given.keys, given.sequences)
+            parts, of_queries = parts_of(keys.length, self.tiling.tile_n), self.tiling.flags(dq_accum.shape[2])
+            written = written_of(*flags, of_queries, parts, given.keys.shape[1])
+        filled = statistics, dq_accum, counter, (cleared, claims, written)
+        self.kernel(out, dout, given.lse, given.dlse, *filled, queries, work, sinks).launch(
             grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, cleared, claims, added, queries, work, sinks):
+    def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, flags, queries, work, sinks):
+        cleared, claims, written = flags
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         let_next_begin(self.plan.target)  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
@@ -71,9 +79,8 @@ class Preprocess(Kernel):
             store_if((cute.arch.thread_idx()[0] == 0) & _is_first(blocks), handed_out, 0, Int32(0))
         if const_expr(claims is not None):
             _clear_of_tile(claims, blocks)
-        if const_expr(added is not None):
-            for tensor, width in zip(added, (self.plan.head_dim, self.plan.head_dim_v), strict=True):
-                _clear_share(tensor, blocks, width // ELEMENTS)
+        if const_expr(written is not None):
+            _clear_share(written, blocks)
         tile, head, b = blocks.tile()
         sink = None if sinks is None else sinks.of_rows(blocks, head, b)
         share = Float32(0.0)
@@ -151,22 +158,15 @@ def _clear_of_tile(claims: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
 
 
 @cute.jit
-def _clear_share(tensor: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], across: cutlass.Constexpr[int]):
-    """A block's share of dK or dV (B, H, S, D), whose rows are so many times `ELEMENTS` wide.
-
-    The first rows by the last blocks: what was written before the main kernel is in L2 so far as it fits.
-    """
-    (batch, heads, length, _), (x, y, z), place = tensor.shape, blocks.counts(), blocks.place()
+def _clear_share(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
+    """A block's share of numbers that lie side by side."""
+    (x, y, z), place = blocks.counts(), blocks.place()
     number, count = place[0] + x * (place[1] + y * place[2]), x * y * z
-    every = batch * heads * length * across
-    share = cute.ceil_div(every, count)
-    first = (count - 1 - number) * share
-    zeros = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(first + cute.arch.thread_idx()[0], cutlass.min(first + share, every), THREADS, unroll=1):
-        row, chunk = i // across, i % across
-        its = tensor[row // length // heads, row // length % heads, row % length, None]
-        move(zeros, cute.make_tensor(aligned(its.iterator + chunk * ELEMENTS), cute.make_layout(ELEMENTS)))
+    every = cute.size(flags)
+    row = cute.make_tensor(flags.iterator, cute.make_layout(every))
+    first = number * THREADS + cute.arch.thread_idx()[0]
+    for i in cutlass.range(first, every, count * THREADS, unroll=1):
+        row[i] = Int32(0)
 
 
 @cute.jit

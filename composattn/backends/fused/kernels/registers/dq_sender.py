@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, const_expr
 
-from .....primitives.bulk_stores import start, wait_read
+from .....primitives.bulk_stores import begin, end, start, wait_read
 from .....primitives.bulk_sums import add_if, wait_sums, write_or_add
 from .....primitives.dynamic_scheduler import DynamicScheduler
 from .....primitives.pipelines import Slot
@@ -99,6 +99,7 @@ class DqSender(Fixed):
 
     def send_keys(self, call, work, slot) -> None:
         """dV and dK: two more laps of a ring of one stage, so `slot` is the next one again."""
+        self.with_neighbours(begin, call, work, Boolean(True))
         for which in (1, 0):
             mine = Slot(1, self.number, slot.phase)
             self.block.dq_edge.wait(mine)
@@ -106,22 +107,34 @@ class DqSender(Fixed):
             wait_read(Boolean(True))
             self.block.dq_edge.release(mine, cute.arch.lane_idx())
             slot = slot.next()
+        self.with_neighbours(end, call, work, Boolean(True))
 
     def send_beside(self, call, work, slot, kv_slot) -> None:
         """dV from the place of dQ, in one lap, and dK from that of K, which is free then."""
         block, mine, lane = self.block, Slot(1, self.number, slot.phase), cute.arch.lane_idx()
         whole = Boolean(True) if work.piece is None else work.piece.is_whole
+        self.with_neighbours(begin, call, work, whole)
         block.dq_edge.wait(mine)
         self.start_result(call, work, 1, whole, block.result_over_dq(1, self.number))
         self.start_result(call, work, 0, whole, block.dk_over_keys(self.number, kv_slot))
         wait_read(whole)
         block.dq_edge.release(mine, lane)
         block.kv_edge.release(kv_slot, lane)
+        self.with_neighbours(end, call, work, whole)
 
     def start_result(self, call, work, which: int, there, shared) -> None:
         """The copy of dK (0) or dV of this group's keys, where they are there."""
+        start(there, call.tmas.results[which], shared, *self.result(call, work, which))
+
+    def result(self, call, work, which: int) -> tuple[Any, Any]:
+        """The tiles of dK (0) or dV, and which one is this group's."""
         tiling = self.kernel.tiling
         box = self.kernel.stored_rows, (tiling.d, tiling.dv)[which]
         number = work.n * self.block.parts + self.number
-        output = work.keys.stored(call.tensors.results[which], work.kv_head, box, number)
-        start(there, call.tmas.results[which], shared, *output)
+        return work.keys.stored(call.tensors.results[which], work.kv_head, box, number)  # type: ignore[no-any-return]
+
+    def with_neighbours(self, do: Any, call, work, there) -> None:
+        """`begin` or `end` of dK and dV, where strips share them: while others compute, and behind all copies."""
+        if self.kernel.plan.layout.shares_keys:
+            for which in range(2):
+                do(there, *self.result(call, work, which))
