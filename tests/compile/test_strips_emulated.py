@@ -17,10 +17,11 @@ from composattn.analysis import strips as of_images
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.rewrites import Posed, image_costs, rewritten
-from composattn.backends.fused.running.emulated import EmulatedForward
+from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
+from composattn.emulator.mode import Mode, random_mode
 from composattn.mods import causal, neighborhood, padding
 from composattn.mods.mask import Mask
 from composattn.testing.tolerance import Case, check
@@ -234,6 +235,18 @@ def test_keys_that_no_query_sees_get_no_gradient(
     assert plan_backward(*asked).main.tiling.k_stages == d // 64
     with on_few_sms("hopper-emulated"):
         check(partial(ca.attention, backend="hopper-emulated"), Case(q, k, v, mask_mod=near, dout=dout))
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("mode", [random_mode(2), random_mode(3)], ids=str)
+def test_who_adds_gradients_of_keys_waits_for_who_writes_them(mode: Mode, generator: torch.Generator) -> None:
+    """Blocks run in an order in which both differ if it does not."""
+    q, k, v, dout = (torch.randn(1, 1, 8 * 32, 64, generator=generator).to(BF16) for _ in range(4))
+    with on_few_sms("hopper-emulated", 4), emulating(mode):
+        check(
+            partial(ca.attention, backend="hopper-emulated"),
+            Case(q, k, v, mask_mod=neighborhood((8, 32), 5), dout=dout),
+        )
 
 
 @pytest.mark.usefixtures("few_tiles")
