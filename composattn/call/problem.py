@@ -53,7 +53,12 @@ class Layout:
     @property
     def shares_keys(self) -> bool:
         """Whether several strips of an image have the same keys."""
-        return self.strips is not None and not self.strips.is_whole
+        return self.sharing is not None
+
+    @property
+    def sharing(self) -> Strips | None:
+        """Strips of an image that have the same keys, where there are such."""
+        return None if self.strips is None or self.strips.is_whole else self.strips
 
     @property
     def mirrored(self) -> Layout:

@@ -50,8 +50,6 @@ class Tiles:
 
     @property
     def lie(self) -> str:
-        if self.strips is not None:
-            return "strips"
         return "segments" if isinstance(self.visited, Segments) else self.problem.layout.q
 
     @property

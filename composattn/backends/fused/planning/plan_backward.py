@@ -187,7 +187,7 @@ def backward_of(
     on_host = lists is None and segments is None and problem.layout.is_dense
     cut, chosen = _pieces(problem, chosen, cut, intervals if on_host else None, at_once, deterministic)
     of_keys = segments or (exchanged(intervals) if lists is None else None)
-    strips = problem.layout.strips if problem.layout.shares_keys else None
+    strips = problem.layout.sharing
     tiles = Tiles(
         mirror(problem), of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic, strips
     )
