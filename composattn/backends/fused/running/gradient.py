@@ -1,7 +1,8 @@
 """Gradients of a call by generated kernels: dQ, dK, dV and captured tensors.
 
 dQ, dK and dV come from the fused backward, and so do gradients of captured tensors whose reads follow a pattern
-(`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of other reads come from
+(`composattn.analysis.captured_gradient`), which takes 8 bytes per element of the tensor. Those of what the score is
+multiplied by follow from dQ (`composattn.analysis.score_factor`), of inputs in bf16. Those of other reads come from
 the tile-by-tile backward of `composattn.backends.streaming` on the same GPU: O(S) memory, not fused, and of packed
 sequences it reads the lengths on the host. Gradients of sinks come from the kernels around the main one
 (`composattn.backends.fused.kernels.around.sink_sums`).
@@ -19,6 +20,7 @@ import torch
 from ....analysis.captured_gradient import GradientProgram, fused_reads
 from ....analysis.derived import refresh
 from ....analysis.program import Program
+from ....analysis.score_factor import score_factor
 from ....call.autograd import BackwardInputs, Gradients, Grads
 from ....call.problem import Problem
 from ....call.sequences import Sequences
@@ -38,6 +40,7 @@ from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
 from .bulk import copyable
 from .launch_backward import BackwardLauncher
+from .row_products import gradients_of_factor
 from .sums import FixedPointSums
 
 NOTHING: frozenset[Capture] = frozenset()
@@ -61,6 +64,10 @@ class FusedGradient:
         self._launchers: dict[Any, BackwardLauncher] = {}
         self._summing: dict[frozenset[Capture], FixedPointSums] = {}
         self.fusable = fused_reads(self.rewriting.posed.program)
+        # what multiplies the score, in the program as it is and as kernels have it
+        self.factor, self.factor_in_kernels = [score_factor(p) for p in (program, self.rewriting.posed.program)]
+        self.of_factor = self._learned_factor()
+        self.in_kernels = frozenset((*self.fusable, *self.of_factor))
         self.by_head = None if program.sink is None else by_head(program.sink)
         self.of_sink = _read_by_sink(program, frozenset(self.fusable), packed=not problem.layout.is_dense)
         alone = self.by_head in self.of_sink and self.by_head not in self.fusable
@@ -72,17 +79,38 @@ class FusedGradient:
     ) -> BackwardLauncher:
         """The compiled kernels, with or without a gradient through LSE and a fixed order of dQ's parts.
 
-        `summed`: of which captured tensors the main kernel sums the gradient. `of_sinks`: that of sinks is wanted too.
+        `summed`: of which captured tensors the main kernel sums the gradient, or gives it by dQ. `of_sinks`: that of
+        sinks is wanted too.
         """
         form = (has_dlse, deterministic, summed, of_sinks)
         found = self._launchers.get(form)
         if found is None:
-            program = self.summing(summed).program if summed else self.rewriting.posed.program
+            program = self._posed(summed)
+            if not summed.isdisjoint(self.fusable):
+                program = self.summing(summed).program
             sinks = self._form_of_sinks() if of_sinks else None
             how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
             plans = backward_of(dataclasses.replace(self.rewriting.posed, program=program), **how)
             found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
         return found
+
+    def _learned_factor(self) -> tuple[Capture, ...]:
+        """Captured tensors that only the factor of the score reads, where rows of q say all that it changes with.
+
+        Packed ones say the head alone.
+        """
+        factor, layout = self.factor, self.problem.layout
+        if factor is None or self.factor_in_kernels is None or self.problem.dtype is not torch.bfloat16:
+            return ()
+        return factor.learned if layout.is_dense or not factor.value.deps & (Dep.B | Dep.Q) else ()
+
+    def _posed(self, summed: frozenset[Capture]) -> Program:
+        """What kernels compute that give gradients of these."""
+        program = self.rewriting.posed.program
+        if summed.isdisjoint(self.of_factor):
+            return program
+        assert self.factor_in_kernels is not None
+        return self.factor_in_kernels.away_from_zero(program)
 
     def _form_of_sinks(self) -> SinkForm:
         of_heads = self.by_head
@@ -93,7 +121,7 @@ class FusedGradient:
         found = self._summing.get(summed)
         if found is None:
             posed = self.rewriting.posed
-            program = GradientProgram(posed.program, {c: of for c, of in self.fusable.items() if c in summed})
+            program = GradientProgram(self._posed(summed), {c: of for c, of in self.fusable.items() if c in summed})
             lengths = posed.problem.q_len, posed.problem.kv_len  # whose positions the factors are of
             found = FixedPointSums(program, self.program, self.problem, lengths, self.target, self.kernel_of)
             self._summing[summed] = found
@@ -106,7 +134,9 @@ class FusedGradient:
         for capture in dict.fromkeys(leaf.attr for leaf in (partials(score) if score else ()) if leaf.op == "read"):
             tensor, reads = capture.tensor, self.fusable.get(capture)
             who = "tile by tile in PyTorch, O(S) memory"
-            if reads:
+            if capture in self.of_factor:
+                who = "from dQ of each row"
+            elif reads:
                 patterns = " and ".join(dict.fromkeys(r.pattern.value for r in reads))
                 who = f"in the kernel, {patterns}, in 64-bit fixed point, {8 * tensor.numel()} bytes, repeatable"
             lines.append(f"{list(tensor.shape)}: {who}")
@@ -141,7 +171,7 @@ class FusedGradient:
         """The kernels of such a backward of out alone, and what they sum, if there was one that serves it all."""
         launcher = self.launcher_before(False, of_captured)
         wanted = frozenset(compress(self.program.captures, of_captured))
-        if launcher is not None or not wanted.isdisjoint(self.of_sink):
+        if launcher is not None or not wanted.isdisjoint((*self.of_sink, *self.of_factor)):
             return launcher, None
         return self._launchers.get((False, self.deterministic(), wanted, False)), self._summing.get(wanted)
 
@@ -176,21 +206,31 @@ class FusedGradient:
         """All gradients, where captured tensors want one."""
         captures, wanted = self.program.captures, known.wanted
         asked = [c for c, want in zip(captures, wanted[3:], strict=True) if want]
-        summed = frozenset(c for c in asked if c in self.fusable)
+        summed = self.in_kernels.intersection(asked)
         found: dict[Capture, torch.Tensor | None] = {}
         grads: Grads = (None, None, None)
         of_sink = self._of_sink(asked, known)
         sinks = self._values_of_sinks(known) if of_sink else None
-        if summed:
+        if not summed.isdisjoint(self.fusable):
             grads, found = self._summed(known, scalars, sequences, summed, sinks)
-        elif any(wanted[:3]) or sinks is not None:
-            grads = self._launched(known, scalars, sequences, of_sinks=sinks)
+        elif summed or any(wanted[:3]) or sinks is not None:
+            grads = self._launched(known, scalars, sequences, summed, of_sinks=sinks)
+        if not summed.isdisjoint(self.of_factor):
+            found |= self._of_factor(asked, known, grads[0])
         if sinks is not None:
             self._add_sinks(found, of_sink, sinks[1], known)
         if len(found) < len(asked):
             others = [c in asked and c not in found for c in captures]
             found |= self._streamed(known, others, scalars, sequences)
         return (*grads, *(found.get(c) for c in captures))
+
+    def _of_factor(
+        self, asked: Sequence[Capture], known: BackwardInputs, dq: torch.Tensor | None
+    ) -> dict[Capture, torch.Tensor | None]:
+        """Gradients of those `asked` for that multiply the score."""
+        assert self.factor is not None and dq is not None
+        given = dict(zip(self.program.captures, known.captured, strict=True))
+        return gradients_of_factor(self.factor, [c for c in asked if c in self.of_factor], given, known.q, dq)
 
     def _of_sink(self, asked: Sequence[Capture], known: BackwardInputs) -> list[Capture]:
         """Whose gradient through the sink is wanted, which statistics of rows give; none where there is no pair."""
