@@ -121,8 +121,8 @@ Attend = Callable[[torch.Tensor, Step], list[torch.Tensor]]
 READINGS: dict[str, Callable[[Attend], Callable[[torch.Tensor, Step], Any]]] = {
     "compiled": lambda attend: attend,
     "below a checkpoint": lambda attend: lambda x, s: checkpoint(lambda y: attend(y, s), x, use_reentrant=False),
-    "in a branch": lambda attend: lambda x, s: torch.cond(
-        x.sum() < 1e9, lambda y: attend(y, s), lambda y: attend(y, s), (x,)
+    "in a branch": lambda attend: (
+        lambda x, s: torch.cond(x.sum() < 1e9, lambda y: attend(y, s), lambda y: attend(y, s), (x,))
     ),
 }
 
