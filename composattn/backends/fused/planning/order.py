@@ -59,10 +59,8 @@ class Tiles:
     @property
     def longest_first(self) -> bool:
         """Whether the kernel's own order is."""
-        if not isinstance(self.visited, tuple):
-            return False
         is_so = descends if self.of_keys else ascends
-        return bool(is_so(self.problem, self.visited, self.rows, self.columns))
+        return isinstance(self.visited, tuple) and bool(is_so(self.problem, self.visited, self.rows, self.columns))
 
     @property
     def run_at_once(self) -> bool:
