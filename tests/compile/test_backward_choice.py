@@ -82,13 +82,13 @@ def test_a_call_of_few_keys_has_a_block_a_tile() -> None:
     assert not any(t.persistent or t.clears for t in few) and all(t.persistent and t.clears for t in more)
 
 
-def test_tiles_of_128_queries_have_few_rows_in_vain_and_no_lines_behind_scores() -> None:
-    """Tiles of 64 take 0.77 to 0.81 of the time of 137 to 178 queries, 0.93 of 553, and 0.94 to 0.97 of ALiBi."""
+def test_tiles_of_128_queries_have_few_rows_in_vain_and_no_short_lines_behind_scores() -> None:
+    """Tiles of 64 take 0.77 to 0.81 of the time of 137 to 178 queries, 0.93 of 553, 0.94 to 0.97 of short ALiBi."""
     rows = {
         q: chosen(64, (8, 1, q, q), CAUSAL).tile_m for q in (137, 143, 178, 204, 384, 448, 512, 553, 577, 1003, 1412)
     }
     assert {q for q, m in rows.items() if m == 64} == {137, 143, 178, 448, 553}
-    assert {chosen(64, (16, 16, n, n), "alibi-causal").tile_m for n in (1024, 2048, 8192)} == {64}
+    assert [chosen(64, (16, 16, n, n), "alibi-causal").tile_m for n in (1024, 2048, 8192)] == [64, 64, 128]
     assert chosen(64, (16, 16, 1024, 1024), "softcap-causal").tile_m == 128
 
 
