@@ -154,7 +154,7 @@ class Strips:
 
 
 def parts_of(keys: Any, tile: int) -> Any:
-    """Of how many parts it is said whether their gradient is written, of so many keys of a strip in whole tiles."""
+    """How many flags say which gradients of a strip's `keys` are written: one for `PART` keys of each whole tile."""
     return (keys + (tile - 1)) // tile * -(-tile // PART)
 
 

@@ -97,7 +97,7 @@ class Bytes(Fixed):
 
     @property
     def strips(self) -> int:
-        """Of a part."""
+        """How many strips, of `STRIP` rows each, a part has."""
         return self.rows // self.parts // STRIP
 
     @property

@@ -54,15 +54,20 @@ class HopperBackward(Backward[HopperBackwardTiling]):
         return HopperBackwardBlock(self.tiling, layouts, self.dtype, self.plan.deterministic, counter, waits)
 
     @cute.jit
+    def produce_or_clear(self, call, block, warp):
+        """Warp 0 brings what a block reads, warp 3 clears dQ beside tiles where the plan has it so."""
+        if warp == 0:
+            self.produce(call, block)
+        if const_expr(self.tiling.clears):  # noqa: SIM102  known when compiling
+            if warp == 3:
+                call.clearing.run(call)
+
+    @cute.jit
     def share_roles(self, call, block, warp):
         tiling = self.tiling
         if warp < 4:
             cute.arch.setmaxregister_decrease(tiling.registers.copying)
-            if warp == 0:
-                self.produce(call, block)
-            if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
-                if warp == 3:
-                    call.clearing.run(call)
+            self.produce_or_clear(call, block, warp)
             if const_expr(self.plan.deterministic):
                 speakers = tiling.warpgroups if tiling.dq_in_bulk else 0
                 if warp == 1 + speakers:

@@ -60,11 +60,7 @@ class HopperBackwardExchange(HopperBackwardWide):
         meet()  # barriers of both blocks are there
         if warp < 4:
             cute.arch.setmaxregister_decrease(tiling.registers.copying)
-            if warp == 0:
-                self.produce(call, block)
-            if const_expr(tiling.clears):  # noqa: SIM102  known when compiling
-                if warp == 3:
-                    call.clearing.run(call)
+            self.produce_or_clear(call, block, warp)
             if const_expr(self.plan.deterministic):
                 if warp == 1:
                     DqSemaphore(self, speakers=1).take(call, block)
