@@ -39,8 +39,8 @@ from ..rewrites import Posed, rewritten
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
 from .bulk import copyable
+from .factor_gradients import gradients_of_factor
 from .launch_backward import BackwardLauncher
-from .row_products import gradients_of_factor
 from .sums import FixedPointSums
 
 NOTHING: frozenset[Capture] = frozenset()
