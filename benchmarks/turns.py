@@ -54,6 +54,7 @@ from benchmarks.timing import Call, Stopwatch, balanced_orders, summary
 
 Message = dict[str, Any]
 SAMPLE_MS = 10.0
+AHEAD = 400_000  # clocks that the GPU waits for each call of a sample: 0.2 ms
 LONGEST_ANSWER_S = 240.0
 
 
@@ -73,7 +74,7 @@ class Prepared:
 
     def __init__(self, case: Case, implementations: list[Implementation], device: torch.device, beside: bool) -> None:
         self.case = case
-        self.stopwatch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device, AHEAD)
         self.calls, self.errors, self.failed, self.visible = make_ready(case, implementations, device, 120.0)
         if beside and case.measure == "tflops":  # here, as an older tree's `make_ready` knows of none
             self.calls[GEMM] = gemm(device)
