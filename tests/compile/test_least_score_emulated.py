@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu.test_hostile_mods import hold_chosen
-from tests.cpu.test_least_score import hold
+from tests.hostile_mods import hold_chosen
+from tests.least_score import hold
 
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 

@@ -229,6 +229,13 @@ def test_an_architecture_of_its_own_is_small() -> None:
     assert sum(len(path.read_text().splitlines()) for path in forward) <= 2000
 
 
+def test_what_tests_of_a_gpu_share_with_others_lies_beside_their_folders() -> None:
+    # they run from a copy of no other folder of tests, where one that imports another is not collected
+    asks = re.compile(r"^\s*from tests\.(?:cpu|compile|serving)\b.*", re.MULTILINE)
+    files = [*(ROOT / "tests" / "gpu").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    assert [line for path in files for line in asks.findall(path.read_text())] == []
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     # the kernel language, the compiler of torch and algebra take seconds; who needs one waits for it then
     heavy = {"cutlass", "triton", "cuda", "matplotlib", "tvm_ffi", "sympy", "torch._dynamo", "torch._inductor"}

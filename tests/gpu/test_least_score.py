@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu.test_hostile_mods import hold_chosen
-from tests.cpu.test_least_score import HIDING, hold
+from tests.hostile_mods import hold_chosen
+from tests.least_score import HIDING, hold
 from tests.support import gpu_backend
 
 

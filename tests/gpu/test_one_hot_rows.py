@@ -1,10 +1,10 @@
-"""Gradients of rows of nearly one key, on a GPU: see the tests of the emulator."""
+"""Gradients of rows of nearly one key, on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.compile.test_one_hot_rows_emulated import gradient_errors
+from tests.one_hot_rows import gradient_errors
 from tests.support import gpu_backend, needs_backward
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.compile.test_quotients_emulated import (
+from tests.quotients import (
     hold_blocks,
     hold_blocks_by_negative_numbers,
     hold_formulas,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compile.test_widened_emulated import hold
 from tests.support import gpu_backend
+from tests.widened import hold
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
