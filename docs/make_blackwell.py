@@ -48,8 +48,8 @@ def backward() -> Iterator[str]:
     for dims, mod, words in (*((dims, mask, "") for dims, _ in SHAPES[:-1]), NARROW):
         problem = Problem(1, 8, 8, 4096, 4096, *dims, torch.bfloat16, torch.device("cpu"))
         said = said_of(plan_backward(problem, ca.Attention(mask_mod=mod).program, BLACKWELL).main)
-        tiles, stages = said["tiles"].rpartition(", on chip")[0], said["roles"].rpartition("stages: ")[2]
-        tiles += ", by two blocks" if said.get("blocks", "").startswith("2") else ""
+        tiles = said["tiles"].rpartition(", on chip")[0]
+        stages = ", ".join(words for words in said["form"].split(", ") if "stages" in words)
         yield f"| {' / '.join(map(str, dims))}{words} | {tiles} | {stages} | {said['columns']} |"
 
 

@@ -566,5 +566,5 @@ def test_a_plan_is_named_by_its_content() -> None:
 
 def test_a_plan_prints_what_it_does() -> None:
     text = str(plan("alibi", "causal"))
-    for word in ("forward_guessing on hopper", "128 queries", "warpgroups", "bytes shared"):
+    for word in ("forward_guessing on hopper", "128 queries", "resident 128", "bytes shared"):
         assert word in text

@@ -146,15 +146,15 @@ def test_a_block_has_registers_for_its_roles() -> None:
 def test_a_plan_prints_where_everything_lies() -> None:
     said = str(plan(128, 128))
     assert "dV 256-383, dK 384-511, P over both ends of S, dQ 32-95 between, dS over dP; 512 of 512" in said
-    assert "256 keys stay" in said and "2 blocks per tile of keys" in said and "stages: 1 of Q, 1 of dO" in said
+    assert "256 keys stay" in said and "2 blocks per tile of keys" in said and "q_stages 1, do_stages 1" in said
     with sharing(1):
         said = str(plan(128, 128))
     assert "S 0-127, dP 128-255, dV 256-383, dK 384-511, P over S, dS and dQ over dP; 512 of 512" in said
     assert "dV 256-319, dK 320-383, dQ 384-447, P over S, dS over dP; 512 of 512" in str(plan(64, 64))
-    assert "P and dS 2 x 128 threads" in said and "stages: 2 of Q, 1 of dO" in said
+    assert "P and dS 2 x 128 threads" in said and "q_stages 2, do_stages 1" in said
     said = str(plan(256, 256))
     assert "S 0-127, dP 128-255, dVt 256-383, dKt 384-511, dS over dP, dQ in 128 and 128 columns over S; 512" in said
-    assert "128 keys stay, 256 queries pass" in said and "stages: 4 of Q and dO" in said
+    assert "128 keys stay, 256 queries pass" in said and "stages 4" in said
     with sharing(1):
         said = str(plan(256, 256))
     assert "S 0-63, dP 64-127, dVt 128-255, dKt 256-383, dQ 384-511, dQ in 128 and 128 columns; 512 of 512" in said

@@ -59,7 +59,7 @@ def test_tensor_memory_is_asked_for_in_powers_of_two() -> None:
 def test_a_plan_prints_where_everything_lies() -> None:
     said = str(plan(128, 128))
     assert "S0 0-127, S1 128-255, O0 256-383, O1 384-511, P over S; 512 of 512" in said
-    assert "softmax 2 x 128 threads, a row each" in said and "P in 96 and 32 keys" in said
+    assert "softmax 2 x 128 threads, a row each" in said and "early_keys 96" in said
     assert "S0a 0-95, S0b 96-191, O0 192-447, P over S" in str(plan(256, 256))
 
 

@@ -70,6 +70,9 @@ class BlackwellBackwardTiling(RowBackwardTiling):
             found[place] = max(found.get(place, 0), rows * columns * (stages or 1))
         return found
 
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {"columns": str(self.columns)}
+
     def shared_memory(self, element_bytes: int) -> int:
         small, sums = BARRIERS + 4 * 2 * self.tile_m * self.row_stages, 4 * (self.dq_room + self.distances)
         return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + sums
@@ -82,13 +85,6 @@ class BlackwellBackwardTiling(RowBackwardTiling):
     def dq_room(self) -> int:
         """Numbers in shared memory through which dQ leaves."""
         return 2 * self.tile_m * self.dq_part
-
-    def describe(self) -> dict[str, str]:
-        return {
-            "roles": f"{self.roles}; stages: {self.q_stages} of Q, {self.do_stages} of dO",
-            "columns": str(self.columns),
-            "dQ": f"summed in fp32 in memory by bulk additions of {self.dq_part} columns",
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,9 +202,3 @@ class QueryPairTiling(BlackwellBackwardTiling):
     @property
     def dq_room(self) -> int:
         return 0
-
-    def describe(self) -> dict[str, str]:
-        return super().describe() | {
-            "roles": f"{self.roles}; stages: {self.stages} of Q and dO",
-            "dQ": f"summed in fp32 in memory, added from registers, {self.dq_at_once} columns at a time",
-        }

@@ -70,18 +70,12 @@ class BlackwellTiling(RowForwardTiling):
         """Numbers of a row of the shared memory that a query tile has: Q's, and later O's."""
         return max(self.d, self.dv)
 
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {"roles": str(self.roles), "columns": str(self.tensor_memory)}
+
     def shared_memory(self, element_bytes: int) -> int:
         keys = self.tile_n * (self.k_stages * self.d + self.v_stages * self.dv)
         return SMALL + element_bytes * (self.tile_m * self.region + keys)
-
-    def describe(self) -> dict[str, str]:
-        first = self.early_keys
-        return {
-            "roles": f"{self.roles}; {self.k_stages} stages of K, {self.v_stages} of V",
-            "columns": str(self.tensor_memory),
-            "overlap": f"P in {first} and {self.tile_n - first} keys, rescale {self.threshold}"
-            + (", maximum from the load of scores" if self.maximum_by_load else ""),
-        }
 
 
 class BlackwellFacts(Facts):

@@ -158,15 +158,6 @@ class HopperBackwardTiling(BackwardTiling):
         leaves = ROWS * max(self.d, self.dv) * (self.persistent and self.dq_in_bulk)
         return self.dq_numbers >= leaves and super().fits(target)
 
-    def describe(self) -> dict[str, str]:
-        keys = "the same keys" if self.shared_keys else f"{self.tile_n // self.warpgroups} keys each"
-        return {
-            "stages": f"{'K 2, ' * (self.k_stages > 1)}Q {self.q_stages}, dO {self.do_stages}, dS {self.ds_stages}",
-            "roles": f"1 copying warp, {self.warpgroups} warpgroups of {keys}; "
-            f"registers {self.registers.computing}/{self.registers.copying}",
-            "dQ": f"summed in fp32 in memory, shared by {self.dq_split}",
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperPairBackwardTiling(HopperBackwardTiling):
@@ -183,13 +174,6 @@ class HopperPairBackwardTiling(HopperBackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         return self.of_block.shared_memory(element_bytes) + 4 * self.warpgroups * self.tile_m * self.tile_n
 
-    def describe(self) -> dict[str, str]:
-        d, dv = self.of_block.d, self.of_block.dv
-        return {
-            **self.of_block.describe(),
-            "blocks": f"2 of the same keys, each {d} columns of D and {dv} of Dv; scores are added up between them",
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeBackwardTiling(HopperBackwardTiling):
@@ -205,10 +189,3 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         across = self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
         return self.of_block.shared_memory(element_bytes) + element_bytes * across
-
-    def describe(self) -> dict[str, str]:
-        keys, columns = self.block_keys, self.d // 2
-        return {
-            **self.of_block.describe(),
-            "blocks": f"2 of {keys} keys each, which exchange dS; each has {columns} columns of dQ",
-        }

@@ -42,12 +42,5 @@ class ByteTiling(HopperTiling):
     def _bytes(self, q_stages: int, element_bytes: int) -> int:
         return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.key_box[0] * (self.d + self.dv)
 
-    def describe(self) -> dict[str, str]:
-        said = super().describe()
-        stages = f"{self.byte_stages} stages of bytes of {self.key_box[0]} keys"
-        if self.scales_queries:
-            said["sums"] = f"of products of fp16; rows of q times powers of two, P times 2^{self.offset:g}"
-        return {**said, "roles": f"{OF_KEYS + OF_VALUES} warps make 16 bits of {stages}; {said['roles']}"}
-
 
 OF_BYTES = "_of_bytes"

@@ -39,11 +39,6 @@ class Fp8Tiling(HopperTiling):
         return float(math.floor(math.log2(LARGEST) - self.threshold.most))
 
     @property
-    def promoted_keys(self) -> int:
-        """Keys whose sums the unit adds up."""
-        return self.tile_n
-
-    @property
     def pingpong(self) -> bool:
         return self.warpgroups > 1 and self.in_turns
 
@@ -75,12 +70,3 @@ class Fp8Tiling(HopperTiling):
         keys = self.stages * self.tile_n
         turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED
         return self.tile_m * rows + keys * (self.d + self.dv) + turned + 4 * self.numbers + ALIGNED
-
-    def describe(self) -> dict[str, str]:
-        said = super().describe()
-        pieces = f" in {self.pieces} pieces of its columns" * (self.pieces > 1)
-        return {
-            "roles": f"{said['roles']}; {TURNING} warps turn V",
-            "overlap": f"{self.turns}; scores, softmax and output of a tile one after the other",
-            "sums": f"of {self.promoted_keys} keys apart{pieces}, then added in fp32; P times 2^{self.offset:g}",
-        }

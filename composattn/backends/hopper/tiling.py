@@ -22,11 +22,6 @@ GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 FILE = Path(__file__).with_name("forward.json")
 COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
-WAITS = {
-    None: "",
-    "first": "; waits for O behind the first exponential",
-    "half": "; waits for O behind half of the exponentials",
-}
 
 
 class Registers(NamedTuple):
@@ -113,11 +108,6 @@ class HopperTiling(ForwardTiling):
         return self.warpgroups > 1 and max(self.d, self.dv) <= 192
 
     @property
-    def turns(self) -> str:
-        """Which warpgroup is at the tensor core when, in words."""
-        return "ping-pong" if self.pingpong else "warpgroups at will"
-
-    @property
     def most_rows(self) -> int:
         return 8 if self.eight_rows else super().most_rows
 
@@ -177,14 +167,3 @@ class HopperTiling(ForwardTiling):
         rows = q_stages * self.d + self.dv if self.separate_o else q_stages * max(self.d, self.dv)
         columns = self.d + self.dv + self.ones
         return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
-
-    def describe(self) -> dict[str, str]:
-        rescale = "under the next scores" if self.steps.rescale_early else "after the product"
-        more = "; of most tiles with no test, probabilities by the maximum before" * self.guesses
-        more += f"; {self.resident} columns of Q in registers" * (self.resident > 0)
-        more += WAITS[self.steps.output_wait] + "; O from registers" * self.output_direct
-        return {
-            "roles": f"1 copying warp, {self.stages} stages, {self.q_stages} of Q; {self.warpgroups} warpgroups of "
-            f"{ROWS} rows, of a tile's {self.most_rows} are queries; blocks on an SM: {self.blocks}",
-            "overlap": f"{self.turns}, rescale {rescale} {self.threshold}{more}",
-        }

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..fused.tiles.tiling import ForwardTiling
-from .byte_tiling import CONVERTERS, OF_BYTES
+from .byte_tiling import OF_BYTES
 from .tiling import L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
@@ -51,15 +51,6 @@ class WideTiling(ForwardTiling):
         tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n) + GROUPS * self.stages * STAGE
         return element_bytes * tiles + REST
 
-    def describe(self) -> dict[str, str]:
-        (keys, columns), (values, halves) = self.key_box, self.value_box
-        return {
-            "roles": f"{GROUPS} copying warps, {self.stages} stages each; {GROUPS} warpgroups of the same {ROWS} rows, "
-            f"each {keys} keys of the scores and {halves} columns of the output",
-            "overlap": f"slices of {keys} x {columns} of K and {values} x {halves} of V on their way, "
-            f"rescale {self.threshold}",
-        }
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideByteTiling(WideTiling):
@@ -77,8 +68,3 @@ class WideByteTiling(WideTiling):
 
     def shared_memory(self, element_bytes: int) -> int:
         return super().shared_memory(element_bytes) + GROUPS * self.byte_stages * STAGE
-
-    def describe(self) -> dict[str, str]:
-        said = super().describe()
-        bytes_of = f"{GROUPS * CONVERTERS} warps make 16 bits of bytes, {self.byte_stages} slices each warpgroup; "
-        return {**said, "roles": bytes_of + said["roles"]}

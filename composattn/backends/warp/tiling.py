@@ -59,13 +59,6 @@ class WarpTiling(ForwardTiling):
         numbers = self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)
         return element_bytes * numbers + 1024
 
-    def describe(self) -> dict[str, str]:
-        return {
-            "roles": f"{self.warps} warps of {self.warp_rows} rows, which copy too, {self.stages} stages"
-            f"{', Q in registers' * self.resident}; blocks on an SM: {self.blocks}",
-            "overlap": f"K and V come under products; rescale after the softmax {self.threshold}",
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -139,11 +132,3 @@ class WarpBackwardTiling(BackwardTiling):
         weights = (2 - self.keeps_weights) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
         return element_bytes * (numbers + weights) + 4 * (statistics + self.distances) + 1024
-
-    def describe(self) -> dict[str, str]:
-        return {
-            "stages": f"Q and dO {self.stages}; blocks on an SM: {self.blocks}",
-            "roles": f"{self.warps} warps, which copy too, of {self.score_keys} keys and {self.score_queries} queries; "
-            f"P and dS in {'registers' if self.keeps_weights else 'shared memory'}",
-            "dQ": f"summed in fp32 in memory, {self.dq_rows} rows of a warp",
-        }

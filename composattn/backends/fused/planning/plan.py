@@ -263,6 +263,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
             "tiles": f"{t.queries} queries{of_heads} x {t.tile_n} keys, on chip D {t.d}, Dv {t.dv}",
             **t.describe(),
             "exp2": str(t.exponential),
+            "rescale": str(t.threshold),
             "schedule": f"{t.scheduler.value}, {self.order}; {together} at a time",
             "mods": "none" if self.program.is_plain else f"score {self.program.score}, mask {self.program.mask}",
             "strips": "" if self.strips is None else self.strips.words,

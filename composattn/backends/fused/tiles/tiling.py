@@ -15,6 +15,8 @@ from .target import Target
 from .traits import keys, queries
 
 AnyTiling = TypeVar("AnyTiling", bound="Tiling")
+SAID = {"kernel", "tile_m", "tile_n", "d", "dv", "heads_together", "packed_heads", "exponential", "scheduler",
+        "threshold", "persistent"}  # fmt: skip
 STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
 
@@ -65,9 +67,11 @@ class Tiling(abc.ABC):
         """Whether a block of 16-bit numbers has room."""
         return self.shared_memory(2) <= target.shared_memory
 
-    @abc.abstractmethod
     def describe(self) -> dict[str, str]:
-        """What only this architecture's kernels have, by what it is about, for people to read."""
+        """For people to read, by what it is about: fields that no plan has words for, but those that are as usual."""
+        own = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in SAID)
+        unusual = ((name, value) for name, value in own if value != getattr(type(self), name, None))
+        return {"form": ", ".join(name if value is True else f"{name} {value}" for name, value in unusual)}
 
 
 def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
