@@ -1,27 +1,18 @@
 """The Blackwell kernels, compiled for each head dimension, dtype, mod, layout and target: is each kernel lean?
 
-    python -m tests.compile.blackwell_matrix --seconds 450            cells with no row yet, for so long; go on by again
-    python -m tests.compile.blackwell_matrix d128 sm_103a             cells with all these words in their names
-    python -m tests.compile.blackwell_matrix --backward ...           the same of the kernels of gradients
-    python -m tests.compile.blackwell_matrix --part 3/48 --record 3.json      each 48th cell from the third on
-    python -m tests.compile.blackwell_matrix --gather 1.json 2.json ...       rows of several records into one
-    python -m tests.compile.blackwell_matrix --check --part 1/60              are cells still as the record says?
+    python -m tests.compile.blackwell_matrix --seconds 450       and more: see `compiled_cells`
 
-`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell (`blackwell-backward.json`: of gradients),
-if no other record is named. Rows of other sources are dropped, but for `--check`: of most changes kernels know nothing.
+`benchmarks/results/compiled/blackwell.json` keeps what was made of each cell (`blackwell-backward.json`: of gradients).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import itertools
-import json
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +20,8 @@ from typing import Any
 import torch
 
 import composattn as ca
-from benchmarks import provenance
 from composattn import mods
 from composattn.backends.blackwell.tensor_memory import COLUMNS
-from composattn.backends.fused.compiling import toolchain
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
@@ -41,10 +30,8 @@ from composattn.backends.fused.tiles.target import BLACKWELL, TARGETS, Target
 from composattn.call.problem import DENSE
 from composattn.call.schedule import Schedule
 from tests.compile.blackwell_plans import HEADS, LENGTH, PACKED, PAGES, problem_of, program_of
-from tests.compile.golden import language
+from tests.compile.compiled_cells import RESULTS, Matrix, Row, main
 
-RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "compiled" / "blackwell.json"
-BACKWARD_RECORD = RECORD.with_stem("blackwell-backward")
 DIMS = {"d128": (128, 128), "d64": (64, 64), "d192/128": (192, 128), "d256": (256, 256), "d96": (96, 96),
         "d192": (192, 192)}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -183,11 +170,6 @@ def frees_what_it_allocates(ptx: str, columns: int) -> bool:
     return "ret;" not in held and max(held.rfind("bar.sync"), held.rfind("barrier.cluster.wait")) > used
 
 
-# --- the record -----------------------------------------------------------------------------------------------
-
-Row = dict[str, object]
-
-
 def row(cell: Cell) -> Row:
     """What the compiler made of a cell, in numbers, what is wrong with it, and a hash of its PTX (entry: `kernel`)."""
     plan = cell.plan
@@ -202,106 +184,9 @@ def row(cell: Cell) -> Row:
         }  # fmt: skip
 
 
-@dataclasses.dataclass
-class Record:
-    """Rows by the names of their cells, and what made them: `sources` is the hash of all that a kernel depends on."""
-
-    language: str
-    sources: str
-    commit: str
-    rows: dict[str, Row]
-
-    @staticmethod
-    def read(path: Path) -> Record:
-        """The record in a file, as it was written."""
-        kept = json.loads(path.read_text())
-        rows = {name: dict(zip(kept["fields"], values, strict=True)) for name, values in kept["rows"].items()}
-        return Record(kept["language"], kept["sources"], kept["commit"], rows)
-
-    @staticmethod
-    def of_these_sources(path: Path) -> Record:
-        """Without rows that other sources made."""
-        here = Record(language(), toolchain.source_hash(), provenance.commit(), {})
-        kept = Record.read(path) if path.exists() else here
-        return kept if (kept.language, kept.sources) == (here.language, here.sources) else here
-
-    def write(self, path: Path) -> None:
-        """A line a row, its values in the order of `fields`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head: dict[str, object] = {"language": self.language, "sources": self.sources, "commit": self.commit}
-        head["fields"] = list(next(iter(self.rows.values())))
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(list(row.values()))}" for name, row in self.rows.items())
-        path.write_text("{\n" + ",\n".join([*lines, f'"rows": {{\n{rows}\n}}']) + "\n}\n")
-
-
-def gather(paths: list[Path], record: Path, every: list[Cell]) -> Record:
-    """All rows of several records, in the order of cells."""
-    found = Record.of_these_sources(record)
-    for path in paths:
-        found.rows |= Record.of_these_sources(path).rows
-    found.rows = {str(cell): found.rows[str(cell)] for cell in every if str(cell) in found.rows}
-    found.write(record)
-    return found
-
-
-def wanted(words: list[str], part: str, every: list[Cell]) -> list[Cell]:
-    """Cells with all words in their names; of those each N-th from the I-th on, with `part` I/N."""
-    first, step = map(int, part.split("/"))
-    return [cell for cell in every if all(word in str(cell).split() for word in words)][first - 1 :: step]
-
-
-def compiled(left: list[Cell], record: Record, path: Path, seconds: float) -> None:
-    """Rows of cells that have none yet into the record and its file, as each is made."""
-    end = time.monotonic() + seconds
-    for cell in left:
-        if time.monotonic() > end:
-            break
-        begun = time.monotonic()
-        found = record.rows[str(cell)] = row(cell)
-        record.write(path)
-        print(f"{cell}: {time.monotonic() - begun:.1f} s {found}", flush=True)
-
-
-def check(asked: list[Cell], record: Record) -> int:
-    """Compiles cells that the record has, and prints which are not as it says; 1 where one is not."""
-    known = [cell for cell in asked if str(cell) in record.rows]
-    other = 0
-    for cell in known:
-        was, now = record.rows[str(cell)], row(cell)
-        if was != now:
-            other += 1
-            print(f"{cell}: {now}, was {was}", flush=True)
-    print(f"of {len(known)} cells {len(known) - other} are as in the record of {record.commit[:7]}")
-    return int(other > 0)
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.compile.blackwell_matrix", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="compile no further cell after so long")
-    parser.add_argument("--part", default="1/1", help="I/N: each N-th cell from the I-th on")
-    parser.add_argument("--backward", action="store_true", help="of gradients")
-    parser.add_argument("--record", type=Path, help="file that keeps the rows")
-    parser.add_argument("--gather", type=Path, nargs="+", default=[], help="records whose rows go to it")
-    parser.add_argument("--check", action="store_true", help="compile cells of the record again; 1 where one differs")
-    parser.add_argument("words", nargs="*", help="only cells with all of these in their names")
-    asked = parser.parse_args(arguments)
-    every = cells(asked.backward)
-    asked.record = asked.record or (BACKWARD_RECORD if asked.backward else RECORD)
-    cells_asked = wanted(asked.words, asked.part, every)
-    if asked.check:
-        return check(cells_asked, Record.read(asked.record))
-    if asked.gather:
-        record = gather(asked.gather, asked.record, every)
-    else:
-        record = Record.of_these_sources(asked.record)
-        left = [cell for cell in cells_asked if str(cell) not in record.rows]
-        compiled(left, record, asked.record, asked.seconds)
-    rows = [record.rows[str(cell)] for cell in cells_asked if str(cell) in record.rows]
-    bad = sum(bool(found["faults"]) for found in rows)
-    print(f"of {len(cells_asked)} cells {len(rows)} are compiled, {bad} are not lean")
-    return int(bad > 0 or len(rows) < len(cells_asked))
+FORWARD = Matrix(cells(), row, RESULTS / "blackwell.json")
+BACKWARD = Matrix(cells(backward=True), row, RESULTS / "blackwell-backward.json")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], FORWARD, BACKWARD))

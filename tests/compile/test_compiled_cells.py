@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
-from tests.compile import blackwell_matrix
-from tests.compile.blackwell_matrix import Cell, Record, Row, cells, check
+from tests.compile.blackwell_matrix import Cell, cells
+from tests.compile.compiled_cells import Record, Row, check
 
 SAME, OTHER, NEVER_MADE = cells()[:3]
 MADE: Row = {"spills": 0, "faults": [], "ptx": "0123456789abcdef"}
@@ -27,13 +27,12 @@ def record(tmp_path: Path) -> Record:
 
 @pytest.mark.parametrize("ptx, names_it", [("0123456789abcdef", False), ("fedcba9876543210", True)])
 def test_check_names_a_kernel_that_the_record_has_with_other_ptx(
-    ptx: str, names_it: bool, record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ptx: str, names_it: bool, record: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def row(cell: Cell) -> Row:
         return MADE | {"ptx": ptx} if cell == OTHER else MADE
 
-    monkeypatch.setattr(blackwell_matrix, "row", row)
-    assert check([SAME, OTHER, NEVER_MADE], record) == names_it
+    assert check([SAME, OTHER, NEVER_MADE], row, record) == names_it
     said = capsys.readouterr().out
     assert (str(OTHER) in said) == names_it
     assert f"of 2 cells {2 - names_it} are as in the record of 0123456" in said
