@@ -11,12 +11,12 @@ import torch
 import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.blackwell.backward_choice import backward_words
 from composattn.backends.blackwell.backward_tiling import (
     BlackwellBackwardTiling,
     BlackwellPairBackwardTiling,
     QueryPairTiling,
     WidePairBackwardTiling,
+    backward_words,
 )
 from composattn.backends.blackwell.roles import BackwardRoles
 from composattn.backends.blackwell.tensor_memory import (

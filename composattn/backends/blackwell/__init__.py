@@ -8,7 +8,8 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import BLACKWELL
-from .backward_choice import backward_tiling, backward_words
+from .backward_tiling import backward_tiling as tiling_of_backward
+from .backward_tiling import backward_words
 from .tiling import forward_tiling
 
 
@@ -51,7 +52,7 @@ ARCHITECTURE = Architecture(
     max_value_dim=256,
     max_gradient_dim=256,
     forward_tiling=forward_tiling,
-    backward_tiling=backward_tiling,
+    backward_tiling=tiling_of_backward,
     backward_words=backward_words,
     kernels=_kernels,
 )

@@ -1,15 +1,31 @@
-"""What a Blackwell backward is cut into: stages of shared memory, columns of tensor memory, roles of the warps."""
+"""How the Blackwell backward cuts the work: stages of shared memory, columns of tensor memory, roles of the warps.
+
+Tables say by a call's class what it gets. No device timed them; ptxas found the spills. Two blocks share a tile of keys
+where that takes fewer clocks of the busiest unit: for 128 queries and as many keys, by FlashAttention-4, table 3, and
+benchmarks/model/roofline.py, one block of D 128 takes 3,328 and two 2,688; wider rows 7,296 to 11,776 and 3,072 to
+5,120. So larger tiles pay if they visit at most 1.24 times the area, wide ones nearly always.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+from ...analysis.captured_gradient import Pattern as Sums
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.expr import Dep
+from ...graph.gradient import derivative
+from ..fused.planning.call_class import Facts, Finders, class_of
+from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowBackwardTiling
-from .roles import BackwardRoles
+from ..fused.tiles.tiling import RowBackwardTiling, fitting
+from ..fused.tiles.traits import reads_pairs, sums_by
+from .roles import WARPGROUP, BackwardRoles
 from .tensor_memory import (
+    GROUPS,
     STRIP,
     BackwardColumns,
     BackwardTensorMemory,
@@ -18,21 +34,28 @@ from .tensor_memory import (
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
+from .tiling import FILE, ROWS
 
 BARRIERS = 512  # bytes: mbarriers and single words
 PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
+RUN = 16  # scores of a thread that are a chain of sums by distance, see `primitives.lane_diagonals`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlackwellBackwardTiling(RowBackwardTiling):
     """Q with its rows' statistics lies in a ring of `q_stages`, dO in one of `do_stages`.
 
-    `in_halves`: a thread computes half of its queries at a time.
+    `in_halves`: a thread computes half of its queries at a time. `scores`: of a thread in a row. `widths`: of rows on
+    chip.
     """
 
+    scores: ClassVar[int] = ROWS // GROUPS
+    widths: ClassVar[Sequence[int]] = range(32, 129, 32)
     l2: ClassVar[int] = 64 << 20
     over: ClassVar[Mapping[str, str]] = {}  # tiles that come in the place of others
 
+    tile_m: int = ROWS
+    tile_n: int = ROWS
     q_stages: int
     do_stages: int
     in_halves: bool = False
@@ -91,7 +114,11 @@ class BlackwellBackwardTiling(RowBackwardTiling):
 class WideBackwardTiling(BlackwellBackwardTiling):
     """For rows whose dK and dV of 128 keys would fill tensor memory: a thread has a query, and half of the keys."""
 
+    scores: ClassVar[int] = ROWS // 2 // GROUPS
+    widths: ClassVar[Sequence[int]] = range(128, 257, 64)
+
     kernel: str = "backward_wide"
+    tile_n: int = ROWS // 2
 
     @property
     def columns(self) -> WideBackwardTensorMemory:
@@ -110,8 +137,10 @@ class BlackwellPairBackwardTiling(BlackwellBackwardTiling):
     stage, of K also half of the columns for the keys of both, and of dS half of the queries.
     """
 
-    kernel: str = "backward_pair"
     sharing: ClassVar[int] = 2
+
+    kernel: str = "backward_pair"
+    tile_n: int = 2 * ROWS
 
     @property
     def row_stages(self) -> int:
@@ -144,8 +173,11 @@ class WidePairBackwardTiling(BlackwellPairBackwardTiling):
     over the columns of Q.
     """
 
-    kernel: str = "backward_wide_pair"
+    scores: ClassVar[int] = STRIP
+    widths: ClassVar[Sequence[int]] = (128, 192)
     over: ClassVar[Mapping[str, str]] = {"q": "ds", "do": "q_across"}
+
+    kernel: str = "backward_wide_pair"
 
     @property
     def strip(self) -> int:
@@ -165,8 +197,11 @@ class QueryPairTiling(BlackwellBackwardTiling):
     block also has the columns that each part of dQ wants from it. dQ is added from registers.
     """
 
-    kernel: str = "backward_query_pair"
     sharing: ClassVar[int] = 2
+    widths: ClassVar[Sequence[int]] = (256,)
+
+    kernel: str = "backward_query_pair"
+    tile_m: int = 2 * ROWS
     stages: int
 
     @property
@@ -202,3 +237,66 @@ class QueryPairTiling(BlackwellBackwardTiling):
     @property
     def dq_room(self) -> int:
         return 0
+
+
+KINDS: dict[str, type[BlackwellBackwardTiling]] = {
+    "one": BlackwellBackwardTiling,
+    "wide": WideBackwardTiling,
+    "pair": BlackwellPairBackwardTiling,
+    "wide pair": WidePairBackwardTiling,
+    "query pair": QueryPairTiling,
+}
+TABLE = table(FILE, "kinds", KINDS.__getitem__)
+REGISTERS: Table[dict[str, Any]] = table(FILE, "registers")  # of a thread by role, and what it has at once
+STAGES: Table[list[dict[str, int]]] = table(FILE, "stages")  # fields that take room, to try one after the other
+
+
+class BlackwellBackwardFacts(Facts):
+    """What takes registers: gradients that are summed by some pattern, and others.
+
+    `curved`: the derivative sees the score, so P and dS are computed at once.
+    """
+
+    more: ClassVar[Finders] = {
+        "by_head": lambda f: sums_by(f.program, Sums.HEAD),
+        "by_row": lambda f: sums_by(f.program, Sums.ROW),
+        "by_column": lambda f: sums_by(f.program, Sums.COLUMN),
+        "by_pair": lambda f: sums_by(f.program, Sums.PAIR),
+        "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
+        "scored": lambda f: f.program.score is not None,
+        "reads": lambda f: reads_pairs(f.program.score),
+        "curved": lambda f: f.scored and bool(derivative(f.program.score).deps & Dep.SCORE),
+    }
+
+
+def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
+    """Tiles of the backward kernel: they fill shared and tensor memory."""
+    facts = _facts(problem, program, target, deterministic)
+    kind = kind_of(facts)
+    d, dv = (kind.widths[bisect.bisect_left(kind.widths, columns)] for columns in facts.dims)
+    said = first(REGISTERS, facts, kernel=kind.kernel)
+    fields = said | {
+        "roles": BackwardRoles(*said["roles"]),
+        "d": d,
+        "dv": dv,
+        "dq_at_once": min(said["dq_at_once"], d // kind.sharing),
+        "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * facts.by_distance,
+        "heads_together": problem.schedule.heads_together,
+    }
+    return fitting((kind(**fields | stages) for stages in first(STAGES, facts, kernel=kind.kernel)), target)
+
+
+def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
+    """The class of a call, and that nobody measured what it gets, for people to read."""
+    facts = _facts(problem, program, target, deterministic)
+    return f"{facts.call}\n    {kind_of(facts).kernel}; not measured: no device has timed it"
+
+
+def _facts(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardFacts:
+    call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
+    return BlackwellBackwardFacts(problem, program, target, call)
+
+
+def kind_of(facts: Facts) -> type[BlackwellBackwardTiling]:
+    """The kernel of one block for a tile of keys, or of two."""
+    return first(TABLE, facts)

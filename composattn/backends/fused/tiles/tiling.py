@@ -69,9 +69,9 @@ class Tiling(abc.ABC):
 
     def describe(self) -> dict[str, str]:
         """For people to read, by what it is about: fields that no plan has words for, but those that are as usual."""
-        own = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in SAID)
-        unusual = ((name, value) for name, value in own if value != getattr(type(self), name, None))
-        return {"form": ", ".join(name if value is True else f"{name} {value}" for name, value in unusual)}
+        own = {f.name: f.default for f in dataclasses.fields(self) if f.name not in SAID}
+        unusual = (f"{name} {value}" for name, value in vars(self).items() if own.get(name, value) != value)
+        return {"form": ", ".join(unusual)}
 
 
 def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
