@@ -13,16 +13,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ...graph.expr import Dep
-from ...graph.gradient import derivative
-from ..fused.planning.call_class import Facts, Finders, class_of
+from ..fused.planning.call_class import Facts, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowBackwardTiling, fitting
-from ..fused.tiles.traits import reads_pairs, sums_by
 from .roles import WARPGROUP, BackwardRoles
 from .tensor_memory import (
     GROUPS,
@@ -251,24 +247,6 @@ REGISTERS: Table[dict[str, Any]] = table(FILE, "registers")  # of a thread by ro
 STAGES: Table[list[dict[str, int]]] = table(FILE, "stages")  # fields that take room, to try one after the other
 
 
-class BlackwellBackwardFacts(Facts):
-    """What takes registers: gradients that are summed by some pattern, and others.
-
-    `curved`: the derivative sees the score, so P and dS are computed at once.
-    """
-
-    more: ClassVar[Finders] = {
-        "by_head": lambda f: sums_by(f.program, Sums.HEAD),
-        "by_row": lambda f: sums_by(f.program, Sums.ROW),
-        "by_column": lambda f: sums_by(f.program, Sums.COLUMN),
-        "by_pair": lambda f: sums_by(f.program, Sums.PAIR),
-        "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
-        "scored": lambda f: f.program.score is not None,
-        "reads": lambda f: reads_pairs(f.program.score),
-        "curved": lambda f: f.scored and bool(derivative(f.program.score).deps & Dep.SCORE),
-    }
-
-
 def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
     """Tiles of the backward kernel: they fill shared and tensor memory."""
     facts = _facts(problem, program, target, deterministic)
@@ -292,9 +270,9 @@ def backward_words(problem: Problem, program: Program, target: Target, determini
     return f"{facts.call}\n    {kind_of(facts).kernel}; not measured: no device has timed it"
 
 
-def _facts(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardFacts:
+def _facts(problem: Problem, program: Program, target: Target, deterministic: bool) -> Facts:
     call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
-    return BlackwellBackwardFacts(problem, program, target, call)
+    return Facts(problem, program, target, call)
 
 
 def kind_of(facts: Facts) -> type[BlackwellBackwardTiling]:

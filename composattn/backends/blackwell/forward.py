@@ -103,5 +103,5 @@ class BlackwellForward(Forward[BlackwellTiling]):
     def leaves_of(self, call: ForwardCall, work: ForwardWork, t) -> Leaves:
         """For the bands of query tile `t`; one that begins beyond the last query sees no keys."""
         m = work.m * self.tiling.query_tiles + t
-        leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.tile_queries)
+        leaves = call.leaves(dataclasses.replace(work, m=m), self.tiling.queries // self.tiling.query_tiles)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < leaves.q_len, leaves.kv_len, 0))

@@ -12,13 +12,12 @@ import torch
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
-from ..fused.planning.call_class import Facts, Finders, class_of
+from ..fused.planning.call_class import Facts, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import RowForwardTiling, fitting, whole_pages
-from ..fused.tiles.traits import reads_pairs
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -78,22 +77,13 @@ class BlackwellTiling(RowForwardTiling):
         return SMALL + element_bytes * (self.tile_m * self.region + keys)
 
 
-class BlackwellFacts(Facts):
-    """Facts of a forward that its tables ask for besides its class; `doubled`: an SM has twice as many exponentials."""
-
-    more: ClassVar[Finders] = {
-        "pairs": lambda f: reads_pairs(f.program.score),
-        "width": lambda f: f.d + f.dv,
-        "doubled": lambda f: f.target.exp2_per_clock > 16,
-    }
-
-
 def forward_tiling(problem: Problem, program: Program, target: Target) -> BlackwellTiling:
     """Tiles of the forward kernel; no device has timed them: they fill shared and tensor memory, most keys first."""
     heads = packed_heads(problem, program, ROWS)
     call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
-    facts, (d, dv) = BlackwellFacts(problem, program, target, call), call.dims
-    tiles, polynomial = first(QUERY_TILES, facts), first(BY_POLYNOMIAL, facts)
+    facts, (d, dv) = Facts(problem, program, target, call), call.dims
+    tiles = first(QUERY_TILES, facts)
+    polynomial = first(BY_POLYNOMIAL, facts, width=d + dv, exp2_per_clock=target.exp2_per_clock)
     most = min(first(MOST_KEYS, facts), (COLUMNS - dv) // 2)
     made = BlackwellTiling(
         tile_m=ROWS * tiles,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ....analysis.captured_gradient import Pattern
 from ....analysis.program import Program
 from ....call.problem import Problem
+from ....graph.expr import Dep
 from ....graph.gradient import derivative
 from ....graph.multiples import is_of_score
 from ..tiles.coverage import (
@@ -261,9 +262,17 @@ def _words(end: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A call and its class, and what rows of tables may ask: what is in `more`, found once, its class and schedule."""
+    """A call and its class, and what rows of tables may ask: what is in `more`, found once, its class and schedule.
 
-    more: ClassVar[Finders] = {}
+    by_...: gradients of captured tensors are summed by such a pattern. `curved`: the score's derivative sees the score.
+    """
+
+    more: ClassVar[Finders] = {
+        **{f"by_{pattern.name.lower()}": lambda f, pattern=pattern: sums_by(f.program, pattern) for pattern in Pattern},  # type: ignore[misc]
+        "scored": lambda f: f.program.score is not None,
+        "reads_pairs": lambda f: reads_pairs(f.program.score),
+        "curved": lambda f: f.scored and bool(derivative(f.program.score).deps & Dep.SCORE),
+    }
 
     problem: Problem
     program: Program

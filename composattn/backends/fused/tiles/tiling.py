@@ -189,11 +189,6 @@ class RowForwardTiling(ForwardTiling):
     def first_output(self) -> int:
         """The column of the unit's memory where the outputs of all query tiles begin, one after the other."""
 
-    @property
-    def tile_queries(self) -> int:
-        """Queries of one of the query tiles."""
-        return self.queries // self.query_tiles
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiling(Tiling):
