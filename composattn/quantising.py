@@ -21,6 +21,7 @@ from .call.eight_bits import EIGHT_BITS, MANTISSAS, Quantized, Rounding, narrowe
 from .dispatch.transforms import active as transforms_active
 from .graph.dynamo import dispatch_modes, function_modes
 from .graph.foreign import in_memory
+from .graph.sizes import surely
 
 Kind = Literal["head", "block", "token"]
 
@@ -64,10 +65,13 @@ def quantize(
 
     Gradients of a call go straight through the rounding to q, k and v.
 
-    Raises: `NotATensor`, `WrongRank`, `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedBlockSize`,
-    `UnsupportedOption`.
+    Raises: `NotATensor`, `WrongRank`, `EmptyDimension`, `DeviceMismatch`, `UnsupportedDType`, `UnsupportedHeadDim`,
+    `UnsupportedBlockSize`, `UnsupportedOption`.
     """
     _check({"q": q, "k": k, "v": v}, scale, block, dtype)
+    devices = {name: str(t.device) for name, t in (("q", q), ("k", k), ("v", v))}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
     if hadamard and q.shape[-1] % 2:
         raise errors.UnsupportedHeadDim(
             f"hadamard=True rotates pairs of channels at least, D is {q.shape[-1]}; pass hadamard=False"
@@ -177,7 +181,10 @@ def _together(fold: Callable[..., torch.Tensor], x: torch.Tensor, how: Rounding)
     """`fold` of the numbers that share a scale, in the shape of `_scales`."""
     of_rows = fold(x, -1, keepdim=True)
     if how.scale == "head":
-        return fold(of_rows, -2 if x.ndim == 4 else 0, keepdim=True)
+        dim = -2 if x.ndim == 4 else 0
+        if surely(x.shape[dim] == 0):
+            return x.new_zeros([1 if n == 0 else n for n in of_rows.shape])  # no row, which amax refuses
+        return fold(of_rows, dim, keepdim=True)
     if how.scale == "block":
         rows = torch.nn.functional.pad(of_rows, (0, 0, 0, -x.shape[2] % how.block))
         return fold(rows.unflatten(2, (-1, how.block)), 3)
@@ -198,6 +205,8 @@ def _check(tensors: dict[str, torch.Tensor], scale: str, block: int, dtype: torc
             raise errors.UnsupportedOption('blocks of packed rows would cross sequences; pass scale="token" or "head"')
     if scale not in ("head", "block", "token"):
         raise errors.UnsupportedOption(f'scale is {scale!r}; it must be "head", "block" or "token"')
+    if surely(tensors["q"].shape[-1] == 0):
+        raise errors.EmptyDimension(f"q has shape {tuple(tensors['q'].shape)}; only the length may be zero")
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         raise errors.UnsupportedBlockSize(f"block is {block!r}; it must be a power of two from 2 on")
     if dtype not in EIGHT_BITS:

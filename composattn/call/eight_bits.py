@@ -47,13 +47,13 @@ class Quantized(NamedTuple):
         """data · scale, in `dtype`, rounded once; exact in 16 bits where scales are powers of two.
 
         Its gradient goes straight through to the tensor that was quantised. A mean that was taken from k stays out: the
-        softmax does not see it. Raises: `ShapeMismatch`, of scales (B, H) of packed rows too.
+        softmax does not see it. Raises: `ShapeMismatch`, of scales (B, H) of packed rows too, and as `scale_tensor`.
         """
         dtype = self.dtype if dtype is None else dtype
         wide = torch.promote_types(dtype, torch.float32)
         found = self.data.to(wide)
         if self.scale is not None:
-            found = found * _spread(self.scale, self.data).to(wide)
+            found = found * _spread(scale_tensor("data", self.scale, self.data.device), self.data).to(wide)
         found = found.to(dtype)
         return found if self.wide is None else _StraightThrough.apply(self.wide, found)  # type: ignore[no-any-return]
 
@@ -83,6 +83,27 @@ def refuse_narrow_gradient(name: str, t: torch.Tensor) -> None:
             f"{name} is {t.dtype}, whose gradient would have 8 bits; quantise the tensor that learns by "
             "ca.quantize(q, k, v), which gets it straight through"
         )
+
+
+def scale_tensor(name: str, scale: Any, device: torch.device) -> torch.Tensor:
+    """A scale of the tensor `name`, which may be a number, as floats that can be multiplied by.
+
+    Raises: `NotATensor`, `UnsupportedDType`, `InvalidScale` of a number that is negative or that fp32 does not hold.
+    """
+    if isinstance(scale, torch.Tensor):
+        if not scale.is_floating_point():
+            raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")
+        return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise errors.NotATensor(f"{name}_scale is a {type(scale).__name__}; pass a float tensor, or a number")
+    if scale < 0:
+        raise errors.InvalidScale(NEGATIVE.format(name, float(scale)))
+    if not scale <= torch.finfo(torch.float32).max:
+        raise errors.InvalidScale(f"{name}_scale is no number that fp32 holds; pass one from 0 to 3.4e38")
+    return torch.full((), float(scale), device=device)
+
+
+NEGATIVE = "{0}_scale has {1:g}; scales are not negative: give {0} the sign, or let a score mod multiply by it"
 
 
 def scale_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

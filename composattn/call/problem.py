@@ -308,7 +308,8 @@ def _check_types(tensors: dict[str, torch.Tensor], out_dtype: torch.dtype | None
     dtype = dtypes["q"]
     if len(set(dtypes.values())) > 1 and not (dtypes["k"] in EIGHT_BITS and dtypes["v"] in EIGHT_BITS):
         raise errors.DTypeMismatch(
-            f"q, k and v must have one dtype, or k and v 8 bits, got {dtypes}; cast two of them, or quantise k and v"
+            "q, k and v must have one dtype, or k and v 8 bits (float8_e4m3fn or float8_e5m2), got "
+            f"{dtypes}; cast two of them, or quantise k and v"
         )
     if dtype in EIGHT_BITS and out_dtype is None:
         raise errors.UnsupportedDType(

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import errors
 from ..graph.expr import Dep, const
 from ..graph.gradient import derivative
-from ..graph.sizes import surely
+from ..graph.sizes import differ, surely
 from ..mods.score import Score
 from ..mods.values import Values
 from . import checks
-from .eight_bits import EIGHT_BITS, Quantized, refuse_narrow_gradient
+from .eight_bits import EIGHT_BITS, NEGATIVE, Quantized, refuse_narrow_gradient, scale_tensor
 from .problem import Problem, softmax_scale
 from .scales import Rows, Scale, rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
@@ -78,7 +78,7 @@ def in_eight_bits(
     before, behind = _factor(of_k, k, both), _factor(of_q, q, both)
     shift = None
     if k.mean is not None and (sums_are_seen or _bends(score_mod)) and not surely(queries.numel() == 0):
-        shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries.to(dtype), k.mean)
+        shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries.to(dtype), k.mean, k.data.shape[1])
     read = scaled_scores(before, shift, behind)
     if read is not None:
         score_mod = read if score_mod is None else read >> Score.of(score_mod)
@@ -103,10 +103,21 @@ def _quantized(name: str, given: Any, scale: Any) -> Quantized:
     if isinstance(given, Quantized):
         if scale is not None:
             raise errors.UnsupportedOption(f"{name} is a ca.Quantized, which has a scale; leave {name}_scale out")
+        if given.mean is not None and name != "k":
+            raise errors.UnsupportedOption(
+                f"{name} has a mean, which only k may have; add it to {name}, or leave it out"
+            )
+        if not isinstance(given.data, torch.Tensor):
+            raise errors.NotATensor(f"{name}'s data is a {type(given.data).__name__}; pass a tensor of 8 bits")
         return given._replace(scale=_number(name, given.scale, given.data))
     if not isinstance(given, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(given).__name__}; pass a torch.Tensor or a ca.Quantized")
     if given.dtype not in EIGHT_BITS:
+        if scale is not None and given.dtype.itemsize == 1:
+            raise errors.UnsupportedDType(
+                f"{name} is {given.dtype}; 8 bits are float8_e4m3fn or float8_e5m2: {name}.view(torch.float8_e4m3fn) "
+                "of bytes that are such numbers"
+            )
         if scale is not None:
             raise errors.UnsupportedOption(
                 f"{name}_scale is of 8-bit tensors, and {name} is {given.dtype}; leave it out, or multiply {name} by it"
@@ -126,19 +137,10 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
     """A scale as mods read it."""
     if scale is None:
         return None
-    if not isinstance(scale, torch.Tensor):
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise errors.NotATensor(f"{name}_scale is a {type(scale).__name__}; pass a float tensor, or a number")
-        if scale < 0:
-            raise errors.InvalidScale(_NEGATIVE.format(name, scale))
-        return torch.full((), float(scale), device=data.device)
-    if not scale.is_floating_point():
-        raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")
+    scale = scale_tensor(name, scale, data.device)
     if name == "v" and scale.requires_grad and torch.is_grad_enabled():
         raise errors.GradientUnsupported("v_scale has no gradient; pass v_scale.detach(), or multiply v by it before")
-    if surely(scale.numel() == 0):
-        return None  # of no rows
-    return scale.float() if scale.dtype.itemsize == 1 else scale  # float8_e8m0fnu: powers of two
+    return None if surely(scale.numel() == 0) else scale  # of no rows
 
 
 def _check_scales(call: InEightBits, scales: tuple[torch.Tensor | None, ...]) -> None:
@@ -148,7 +150,7 @@ def _check_scales(call: InEightBits, scales: tuple[torch.Tensor | None, ...]) ->
     for name, scale in zip("qkv", scales, strict=True):
         least = 0.0 if scale is None else float(scale.detach().amin())
         if least < 0:
-            raise errors.InvalidScale(_NEGATIVE.format(name, least))
+            raise errors.InvalidScale(NEGATIVE.format(name, least))
     by_key = call.values is not None and call.values.expr.deps & Dep.KV
     most = float(scales[2].detach().amax()) if by_key and scales[2] is not None else 0.0
     if most > MOST_OF_FP16 and call.q.dtype is torch.float16:
@@ -156,9 +158,6 @@ def _check_scales(call: InEightBits, scales: tuple[torch.Tensor | None, ...]) ->
             f"v_scale has {most:g} for a key: beside queries of fp16 weights are multiplied by it, which may be 2^8 "
             f"before, and infinite beyond {MOST_OF_FP16:g}; pass queries of bf16, or scales of heads"
         )
-
-
-_NEGATIVE = "{0}_scale has {1:g}; scales are not negative: give {0} the sign, or let a score mod multiply by it"
 
 
 def _out_dtype(q: Quantized, asked: torch.dtype | None) -> torch.dtype:
@@ -182,8 +181,15 @@ def _bends(score_mod: Callable[..., Any] | None) -> bool:
     return derivative(Score.of(score_mod).expr) is not const(1.0)
 
 
-def _times_mean(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """q·mean of each query, fp32 (fp64 of fp64 ones): (B, Hq, Sq), or (total, Hq) of packed ones."""
+def _times_mean(q: torch.Tensor, mean: torch.Tensor, heads: int) -> torch.Tensor:
+    """q·mean of each query, fp32 (fp64 of fp64 ones): (B, Hq, Sq), or (total, Hq) of packed ones.
+
+    Raises: `ShapeMismatch`.
+    """
+    shared, wanted = (1, heads, 1, q.shape[-1]), (q.shape[0] if q.ndim == 4 else 1, heads, 1, q.shape[-1])
+    found = tuple(mean.shape) if isinstance(mean, torch.Tensor) else ()
+    if len(found) != 4 or any(differ(n, a) and differ(n, b) for n, a, b in zip(found, shared, wanted, strict=True)):
+        raise errors.ShapeMismatch(f"k's mean has shape {found} beside q {tuple(q.shape)}; it must be {wanted}")
     wide = torch.promote_types(q.dtype, torch.float32)
     mean = mean.to(wide).repeat_interleave(q.shape[1] // mean.shape[1], 1)
     return (q.to(wide) * (mean if q.ndim == 4 else mean[0].transpose(0, 1))).sum(-1)

@@ -136,7 +136,7 @@ def _counted(rows: Rows, shape: tuple[int, ...], sizes: list[Size]) -> list[Size
         return None
     found: list[Size] = []
     for n, (what, size) in zip(shape, sizes, strict=True):
-        if n == 1:
+        if n == 1 and (what != "d" or len(shape) == 4):  # (.., .., 1) of v are rows, as `ca.quantize` has packed ones
             found.append(("one", 1))
         elif n == size or (what == "h" and n == rows.heads[1]):  # q's by the heads of k, as flash-attention 3 has it
             found.append((what, n))

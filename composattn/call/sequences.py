@@ -17,7 +17,7 @@ from .. import errors
 from ..graph.foreign import is_computed
 from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
-from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for
+from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for, scale_tensor
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
@@ -156,30 +156,29 @@ class Paged:
         A cache of 8 bits is a `ca.Quantized`: rows are quantised by its scale, one number or (Hkv,), as it is; or by
         one of each row, (num_pages, Hkv, page_size), which is written beside it, a power of two.
 
-        Raises: `ShapeMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and for a cache with other scales.
+        Raises: `NotATensor`, `ShapeMismatch`, `SequencesMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and
+        for a cache with other scales.
         """
+        _check_appended((k_cache, v_cache), (k, v), self, varlen)
         if varlen is None:
-            count, heads_first = torch.full_like(self.seqused, k.shape[2]), True
+            count = torch.full_like(self.seqused, k.shape[2])
             b = torch.arange(self.batch, device=k.device)[:, None]
             position = self.seqused[:, None] + torch.arange(k.shape[2], device=k.device)
         else:
             begins = varlen.cu_seqlens_q
-            if varlen.seqused_q is not None:
-                raise errors.UnsupportedOption("append takes all packed rows; leave seqused_q out of varlen")
-            count, heads_first = begins.diff(), False
-            row = torch.arange(k.shape[0], device=k.device)
+            count, row = begins.diff(), torch.arange(k.shape[0], device=k.device)
             b = torch.searchsorted(begins[1:], row, right=True)
             position = self.seqused[b] + row - begins[b]
-        for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
-            data = cache.data if isinstance(cache, Quantized) else cache
-            _check_appended(name, data, new, self, heads_first)
+        parts = [
+            part
+            for cache, new in ((k_cache, k), (v_cache, v))
+            for part in _held_by(cache, new.transpose(1, 2) if varlen is None else new)
+        ]
         page = self.page_table[b, position // self.page_size].long()
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            rows = new.transpose(1, 2) if heads_first else new
-            for part, held in _held_by(cache, rows):
-                if part.dtype.itemsize == 1:  # float8_e8m0fnu has no writes by index
-                    part, held = part.view(torch.uint8), held.view(torch.uint8)
-                part.transpose(1, 2)[page, position % self.page_size] = held
+        for part, held in parts:
+            if part.dtype.itemsize == 1:  # float8_e8m0fnu has no writes by index
+                part, held = part.view(torch.uint8), held.view(torch.uint8)
+            part.transpose(1, 2)[page, position % self.page_size] = held
         return dataclasses.replace(self, seqused=(self.seqused + count).to(torch.int32))
 
     @cached_property
@@ -324,26 +323,46 @@ def _held_by(cache: torch.Tensor | Quantized, rows: torch.Tensor) -> list[tuple[
     if not isinstance(cache, Quantized):
         narrow = cache.dtype in EIGHT_BITS
         return [(cache, narrowed(rows.float(), cache.dtype) if narrow else rows.to(cache.dtype))]
-    data, scale = cache.data, cache.scale
-    if cache.mean is not None or (scale is not None and scale.ndim > 1 and scale.shape[:3] != data.shape[:3]):
+    data, scale, rows = cache.data, cache.scale, rows.float()
+    if scale is None and cache.mean is None:
+        return [(data, narrowed(rows, data.dtype))]
+    by = scale_tensor("cache", scale, data.device)
+    of_rows = tuple(data.shape[:3])
+    if cache.mean is not None or tuple(by.shape) not in ((), (1,), of_rows[1:2], of_rows, (*of_rows, 1)):
         raise errors.UnsupportedOption(
             "append quantises by one scale, (Hkv,) scales, or one of each row, (num_pages, Hkv, page_size), without a "
-            f"mean; the cache has {'a mean' if scale is None or cache.mean is not None else tuple(scale.shape)}"
+            f"mean; the cache has {tuple(by.shape) if cache.mean is None else 'a mean'}"
         )
-    if scale is None:
-        return [(data, narrowed(rows.float(), data.dtype))]
-    if scale.ndim > 1:
-        held = torch.finfo(scale.dtype)
-        own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype).clamp(held.smallest_normal, held.max)
-        own = own.to(scale.dtype)  # rows are divided by what is kept of it
-        return [
-            (data, narrowed(rows.float() / own.float(), data.dtype)),
-            (scale, own if scale.ndim == 4 else own.squeeze(-1)),
-        ]
-    return [(data, narrowed(rows.float() / scale.float().view(-1, 1), data.dtype))]
+    if not isinstance(scale, torch.Tensor) or scale.ndim < 2:  # a number in the place of a tensor too
+        return [(data, narrowed(rows / by.float().view(-1, 1), data.dtype))]
+    held = min(torch.finfo(scale.dtype), torch.finfo(torch.float32), key=lambda kind: kind.max)
+    own = scale_for(rows.abs().amax(-1, keepdim=True), data.dtype).clamp(held.smallest_normal, held.max)
+    own = own.to(scale.dtype)  # rows are divided by what is kept of it
+    return [
+        (data, narrowed(rows / own.float(), data.dtype)),
+        (scale, own if by.ndim == 4 else own.squeeze(-1)),
+    ]
 
 
-def _check_appended(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Paged, heads_first: bool) -> None:
+def _check_appended(caches: tuple[Any, Any], rows: tuple[Any, Any], paged: Paged, varlen: Varlen | None) -> None:
+    """Raises what `Paged.append` does, but for a cache of other scales."""
+    if varlen is not None and (not isinstance(varlen, Varlen) or differ(varlen.batch, paged.batch)):
+        found = f"is of {varlen.batch} sequences" if isinstance(varlen, Varlen) else f"is a {type(varlen).__name__}"
+        raise errors.SequencesMismatch(f"varlen {found}; pass ca.Varlen(cu_seqlens) of {paged.batch} sequences")
+    if varlen is not None and varlen.seqused_q is not None:
+        raise errors.UnsupportedOption("append takes all packed rows; leave seqused_q out of varlen")
+    for name, cache, new in zip("kv", caches, rows, strict=True):
+        data = cache.data if isinstance(cache, Quantized) else cache
+        for what, t in ((f"{name}_cache", data), (name, new)):
+            if not isinstance(t, torch.Tensor):
+                raise errors.NotATensor(f"{what} is a {type(t).__name__}; pass a torch.Tensor")
+        _check_rows(name, data, new, paged, varlen is None)
+    counts = [x.shape[2 if varlen is None else 0] for x in rows]
+    if differ(*counts):
+        raise errors.ShapeMismatch(f"k has {counts[0]} new rows, v {counts[1]}; each key needs its value")
+
+
+def _check_rows(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Paged, heads_first: bool) -> None:
     rank = 4 if heads_first else 3
     if new.ndim != rank or cache.ndim != 4 or cache.shape[2] != paged.page_size:
         raise errors.ShapeMismatch(

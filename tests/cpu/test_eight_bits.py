@@ -178,7 +178,9 @@ def test_pages_of_8_bits_grow_with_scales_of_their_rows() -> None:
     assert_same(found, exact(q, one.k.dequantised(torch.float64), one.v.dequantised(torch.float64)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e8m0fnu], ids=str
+)
 def test_rows_that_grow_leave_what_their_pages_had(dtype: torch.dtype) -> None:
     """Each append is larger than the last, begins within a page and ends within one; packed, of other lengths."""
     page, begins = 16, torch.tensor([0, 3, 3, 24], dtype=torch.int32)
@@ -201,15 +203,15 @@ def test_rows_that_grow_leave_what_their_pages_had(dtype: torch.dtype) -> None:
     assert ca.attention(q, *caches, paged=paged).isfinite().all()
 
 
-@pytest.mark.parametrize("scale", [None, torch.tensor(0.25), torch.tensor([0.25, 0.5])], ids=["1", "number", "heads"])
-def test_pages_of_8_bits_grow_by_the_scale_that_they_have(scale: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("scale", [0.5, None, torch.tensor(0.25), torch.tensor([0.25, 0.5])], ids=str)
+def test_pages_of_8_bits_grow_by_the_scale_that_they_have(scale: Any) -> None:
     cache = ca.Quantized(torch.zeros(2, H, 16, D).to(E4M3), scale)
     paged = ca.Paged(torch.tensor([[1, 0]], dtype=torch.int32), 16, torch.zeros(1, dtype=torch.int32))
     k = drawn(1, H, 20, D, seed=1)
     k[0, 0, 0, 0] = 1e4  # beyond any scale here: the largest number, not NaN
     grown = paged.append(cache, ca.Quantized(cache.data.clone(), scale), k, k)
     assert grown.seqused.tolist() == [20]
-    of_heads = torch.ones(1) if scale is None else scale.view(-1, 1)
+    of_heads = torch.as_tensor(1.0 if scale is None else scale).view(-1, 1)
     rows = torch.cat((cache.data[1].float(), cache.data[0].float()), 1)[:, :20]
     torch.testing.assert_close(rows, (k[0] / of_heads.unsqueeze(-1)).clamp(-448, 448).to(E4M3).float(), rtol=0, atol=0)
 
@@ -328,6 +330,23 @@ def test_packed_rows_are_quantised_by_head_or_by_row() -> None:
         wide = [x.dequantised(torch.float64) for x in made]
         wide[1] = wide[1] + made.k.mean[0].transpose(0, 1)
         assert_same(found, exact(*wide, varlen=case.varlen, mask_mod=causal()))
+
+
+def test_packed_rows_of_as_many_sequences_have_scales_of_rows() -> None:
+    case = make_varlen_case(0, (40, 8, 17), (1, 0, 2), heads=HQ, kv_heads=H, dtype=torch.bfloat16)
+    made = ca.quantize(case.q, case.k, case.v, scale="token", center=False)
+    found = ca.attention(*made, varlen=case.varlen, return_lse=True)
+    assert_same(found, exact(*(x.dequantised(torch.float64) for x in made), varlen=case.varlen))
+
+
+@pytest.mark.parametrize("scale", ["head", "block", "token"])
+@pytest.mark.parametrize("better", [True, False], ids=["powers", "any"])
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_no_rows_are_quantised_too(scale: Any, better: bool, lengths: tuple[int, int]) -> None:
+    shapes = ((1, HQ, lengths[0], D), (1, H, lengths[1], D), (1, H, lengths[1], D))
+    made = ca.quantize(*(drawn(*shape) for shape in shapes), scale=scale, power_of_two=better)
+    out, lse = ca.attention(*made, return_lse=True)
+    assert out.shape == shapes[0] and (lengths[1] or (not out.any() and lse.isneginf().all()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -547,6 +566,10 @@ def test_what_cannot_be_meant_is_refused_by_name() -> None:
         ca.attention(q, k.clone().requires_grad_(), v, k_scale=0.5)
     with refused(errors.GradientUnsupported, "v_scale has no gradient"):
         ca.attention(q, k, v, v_scale=scales(H).requires_grad_())
+    with refused(errors.EmptyDimension, "only the length may be zero"):
+        ca.quantize(*(drawn(1, 1, 4, 0),) * 3)
+    with refused(errors.DeviceMismatch, "one device"):
+        ca.quantize(drawn(1, 1, 4, 8), drawn(1, 1, 4, 8).to("meta"), drawn(1, 1, 4, 8))
     with refused(errors.UnsupportedHeadDim, "hadamard=False"):
         ca.quantize(*(drawn(1, 1, 4, 5),) * 3)
     with refused(errors.UnsupportedOption, '"head", "block" or "token"'):
@@ -561,6 +584,22 @@ def test_what_cannot_be_meant_is_refused_by_name() -> None:
     paged = ca.Paged(torch.tensor([[1, 0]], dtype=torch.int32), 16, torch.zeros(1, dtype=torch.int32))
     with refused(errors.UnsupportedOption, "one of each row"):
         paged.append(cache, cache, drawn(1, H, 1, D), drawn(1, H, 1, D))
+    with refused(errors.UnsupportedOption, "the cache has \\(3,\\)"):
+        paged.append(cache._replace(scale=scales(3)), cache, drawn(1, H, 1, D), drawn(1, H, 1, D))
+    with refused(errors.UnsupportedDType, "float8_e4m3fn or float8_e5m2"):
+        ca.attention(q, k.view(torch.uint8), v.view(torch.uint8), k_scale=1.0)
+    with refused(errors.DTypeMismatch, "float8_e4m3fn or float8_e5m2"):
+        ca.attention(q, k.view(torch.uint8), v.view(torch.uint8))
+    for large in (1e39, 10**400, float("nan")):
+        with refused(errors.InvalidScale, "3.4e38"):
+            ca.attention(q, k, v, k_scale=large)
+    for mean in (drawn(B, H, D), drawn(B, HQ, 1, D), 1.0):
+        with refused(errors.ShapeMismatch, f"must be {(B, H, 1, D)}".replace("(", "\\(").replace(")", "\\)")):
+            ca.attention(q, ca.Quantized(k, None, mean), v, return_lse=True)  # type: ignore[arg-type]
+    with refused(errors.UnsupportedOption, "only k may have"):
+        ca.attention(q, k, ca.Quantized(v, None, drawn(B, H, 1, DV)))
+    with refused(errors.NotATensor, "k's data"):
+        ca.attention(q, ca.Quantized(None), v)  # type: ignore[arg-type]
 
 
 # --- the tolerance rule ------------------------------------------------------------------------------------------

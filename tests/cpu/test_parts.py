@@ -124,6 +124,13 @@ def test_what_fits_no_page_is_refused(generator: torch.Generator) -> None:
     for wrong in (new[:2], new[:, :1], new[..., :4], new[0]):
         with pytest.raises(errors.ShapeMismatch):
             paged.append(k_cache, k_cache.clone(), wrong, wrong)
+    with pytest.raises(errors.ShapeMismatch, match="each key needs its value"):
+        paged.append(k_cache, k_cache.clone(), new, new[:, :, :0])
+    with pytest.raises(errors.NotATensor, match="k_cache is a list"):
+        paged.append([k_cache], k_cache.clone(), new, new)  # type: ignore[arg-type]
+    for other in (torch.arange(4), ca.Varlen(torch.arange(3, dtype=torch.int32))):
+        with pytest.raises(errors.SequencesMismatch, match=r"pass ca.Varlen\(cu_seqlens\) of 3 sequences"):
+            paged.append(k_cache, k_cache.clone(), new[:, :, 0], new[:, :, 0], varlen=other)  # type: ignore[arg-type]
     used = ca.Varlen(torch.tensor([0, 1, 2, 3], dtype=torch.int32), seqused_q=torch.ones(3, dtype=torch.int32))
     with pytest.raises(errors.UnsupportedOption, match="seqused_q"):
         paged.append(k_cache, k_cache.clone(), new[:, :, 0], new[:, :, 0], varlen=used)
