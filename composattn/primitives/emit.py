@@ -580,6 +580,12 @@ class BoundMods(Fixed):
             weight = tile.values[r, c]
             tile.values[r, c] = choose(weight == 0.0, weight, weight * factor) if hides else weight * factor
 
+    @property
+    def scales_channels(self) -> bool:
+        """Whether there is a `value_factor` for a channel."""
+        values = self.mods.values
+        return values is not None and values.deps & (Dep.KV | Dep.D) == Dep.D
+
     def value_factor(self, tile: ScoreTile, r: int, channel: Any = None) -> Any:
         """What values of all keys, those of a `channel` or of all of them, are multiplied by in row `r`; None: 1."""
         values = self.mods.values

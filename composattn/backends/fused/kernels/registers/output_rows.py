@@ -153,13 +153,13 @@ class OutputRows(QueryRows[AnyForwardTiling]):
             if factor is not None:
                 normalizer[r] = normalizer[r] * factor
         rescale_rows(self.output, normalizer)
+        if not self.mods.scales_channels:
+            return
         there, first = self.me.plan.head_dim_v, self.beside * self.tiling.output_columns + self.me.lane % LINES * 2
         for r in range(self.shape.rows):
             for c in range(cute.size(self.output, mode=[1])):
                 channel = smaller(first + (c // 2 * 8 + c % 2), there - 1)  # those behind are not stored
-                factor = self.mods.value_factor(self.nowhere, r, channel)
-                if factor is not None:
-                    self.output[r, c] = self.output[r, c] * factor
+                self.output[r, c] = self.output[r, c] * self.mods.value_factor(self.nowhere, r, channel)
 
     def store_output(self, call: ForwardCall) -> None:
         """Through shared memory; the copy leaves out what is no query."""
