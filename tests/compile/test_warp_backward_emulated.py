@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
-from composattn.backends.warp.choice import BACKWARD, backward_of, backward_tiling
+from composattn.backends.warp.choice import BACKWARD, backward_of, choose_backward
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -147,7 +147,7 @@ def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
         for d in range(8, 257, 8):
             for dv in (d, 264 - d):
                 problem = Problem(2, 16, 4, 4096, 8192, d, dv, torch.bfloat16, torch.device("cpu"))
-                tiling = backward_tiling(problem, ca.Attention(**mods).program, target, False)
+                tiling = choose_backward(problem, ca.Attention(**mods).program, target, False).tiling
                 assert tiling.fits(target)
                 assert tiling.shared_memory(2) <= target.shared_memory
 

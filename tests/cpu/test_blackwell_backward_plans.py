@@ -16,7 +16,7 @@ from composattn.backends.blackwell.backward_tiling import (
     BlackwellPairBackwardTiling,
     QueryPairTiling,
     WidePairBackwardTiling,
-    backward_words,
+    choose_backward,
 )
 from composattn.backends.blackwell.roles import BackwardRoles
 from composattn.backends.blackwell.tensor_memory import (
@@ -237,7 +237,7 @@ def test_narrow_head_dimensions_have_one_block() -> None:
 
 def test_explain_says_the_class_and_that_nobody_measured_it() -> None:
     problem = Problem(2, 2, 2, 4096, 4096, 128, 128, torch.bfloat16, torch.device("cpu"))
-    words = backward_words(problem, Program(), BLACKWELL, False)
+    words = choose_backward(problem, Program(), BLACKWELL, False).words
     assert "a key is seen by up to 4,224 of up to 4,224 queries" in words and "backward_pair; not measured" in words
 
 

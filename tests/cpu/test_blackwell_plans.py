@@ -74,6 +74,7 @@ def test_explain_leaves_out_a_backward_that_there_is_not() -> None:
     q = torch.zeros(1, 2, 256, 192, dtype=torch.bfloat16)
     said = str(ca.Attention(mask_mod=causal(), backend="blackwell").explain(q, q, q))
     assert "forward on blackwell (sm_100a)" in said and "columns S0" in said
+    assert "forward, any order, dense, D 192, no score mod" in said and "no device has timed it" in said
     assert "backward on blackwell" not in said
 
 

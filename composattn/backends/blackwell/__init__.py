@@ -8,9 +8,8 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import BLACKWELL
-from .backward_tiling import backward_tiling as tiling_of_backward
-from .backward_tiling import backward_words
-from .tiling import forward_tiling
+from .backward_tiling import choose_backward
+from .tiling import choose_forward
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
@@ -51,8 +50,9 @@ ARCHITECTURE = Architecture(
     max_head_dim=256,
     max_value_dim=256,
     max_gradient_dim=256,
-    forward_tiling=forward_tiling,
-    backward_tiling=tiling_of_backward,
-    backward_words=backward_words,
+    forward_tiling=lambda *call: choose_forward(*call).tiling,
+    backward_tiling=lambda *call: choose_backward(*call).tiling,
     kernels=_kernels,
+    forward_words=lambda *call: choose_forward(*call).words,
+    backward_words=lambda *call: choose_backward(*call).words,
 )

@@ -18,7 +18,7 @@ from ...call.problem import Problem
 from ..fused.planning.call_class import Facts, class_of
 from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowBackwardTiling, fitting
+from ..fused.tiles.tiling import Chosen, RowBackwardTiling, fitting
 from .roles import WARPGROUP, BackwardRoles
 from .tensor_memory import (
     GROUPS,
@@ -30,7 +30,7 @@ from .tensor_memory import (
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
-from .tiling import FILE, ROWS
+from .tiling import FILE, ROWS, UNTIMED
 
 BARRIERS = 512  # bytes: mbarriers and single words
 PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
@@ -247,11 +247,12 @@ REGISTERS: Table[dict[str, Any]] = table(FILE, "registers")  # of a thread by ro
 STAGES: Table[list[dict[str, int]]] = table(FILE, "stages")  # fields that take room, to try one after the other
 
 
-def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> BlackwellBackwardTiling:
+def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
     """Tiles of the backward kernel: they fill shared and tensor memory."""
-    facts = _facts(problem, program, target, deterministic)
+    call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
+    facts = Facts(problem, program, target, call)
     kind = kind_of(facts)
-    d, dv = (kind.widths[bisect.bisect_left(kind.widths, columns)] for columns in facts.dims)
+    d, dv = (kind.widths[bisect.bisect_left(kind.widths, columns)] for columns in call.dims)
     said = first(REGISTERS, facts, kernel=kind.kernel)
     fields = said | {
         "roles": BackwardRoles(*said["roles"]),
@@ -261,18 +262,8 @@ def backward_tiling(problem: Problem, program: Program, target: Target, determin
         "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * facts.by_distance,
         "heads_together": problem.schedule.heads_together,
     }
-    return fitting((kind(**fields | stages) for stages in first(STAGES, facts, kernel=kind.kernel)), target)
-
-
-def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
-    """The class of a call, and that nobody measured what it gets, for people to read."""
-    facts = _facts(problem, program, target, deterministic)
-    return f"{facts.call}\n    {kind_of(facts).kernel}; not measured: no device has timed it"
-
-
-def _facts(problem: Problem, program: Program, target: Target, deterministic: bool) -> Facts:
-    call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
-    return Facts(problem, program, target, call)
+    tilings = (kind(**fields | stages) for stages in first(STAGES, facts, kernel=kind.kernel))
+    return Chosen(fitting(tilings, target), f"{call}\n    {kind.kernel}; {UNTIMED}")
 
 
 def kind_of(facts: Facts) -> type[BlackwellBackwardTiling]:

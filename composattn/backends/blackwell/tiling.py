@@ -17,7 +17,7 @@ from ..fused.planning.tables import Table, first, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import RowForwardTiling, fitting, whole_pages
+from ..fused.tiles.tiling import Chosen, RowForwardTiling, fitting, whole_pages
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -28,6 +28,7 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 # as leave the busiest unit the least, of what an element takes in the machine code of these kernels
 # (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed
 PERIOD = 32
+UNTIMED = "not measured: no device has timed it"
 FILE = Path(__file__).with_name("tables.json")
 BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial")
 MOST_KEYS: Table[int] = table(FILE, "most_keys")
@@ -77,8 +78,8 @@ class BlackwellTiling(RowForwardTiling):
         return SMALL + element_bytes * (self.tile_m * self.region + keys)
 
 
-def forward_tiling(problem: Problem, program: Program, target: Target) -> BlackwellTiling:
-    """Tiles of the forward kernel; no device has timed them: they fill shared and tensor memory, most keys first."""
+def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
+    """Tiles of the forward kernel: they fill shared and tensor memory, most keys first."""
     heads = packed_heads(problem, program, ROWS)
     call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
     facts, (d, dv) = Facts(problem, program, target, call), call.dims
@@ -104,4 +105,5 @@ def forward_tiling(problem: Problem, program: Program, target: Target) -> Blackw
     cuts = (dataclasses.replace(made, tile_n=n, k_stages=k, v_stages=v) for n, (k, v) in STAGES if n <= most)
     tiling = fitting(cuts, target)
     keys = whole_pages(problem, tiling.tile_n)
-    return dataclasses.replace(tiling, tile_n=keys, early_keys=keys * 3 // 4 // 32 * 32)
+    tiling = dataclasses.replace(tiling, tile_n=keys, early_keys=keys * 3 // 4 // 32 * 32)
+    return Chosen(tiling, f"{call}; {UNTIMED}")

@@ -11,7 +11,7 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import AMPERE
-from .choice import backward_tiling, backward_words, forward_tiling, forward_words
+from .choice import choose_backward, choose_forward
 from .eight_bits import refuses_eight_bits
 
 
@@ -43,11 +43,11 @@ ARCHITECTURE = Architecture(
     max_head_dim=256,
     max_value_dim=256,
     max_gradient_dim=256,
-    forward_tiling=forward_tiling,
-    backward_tiling=backward_tiling,
+    forward_tiling=lambda *call: choose_forward(*call).tiling,
+    backward_tiling=lambda *call: choose_backward(*call).tiling,
     kernels=_kernels,
-    forward_words=forward_words,
-    backward_words=backward_words,
+    forward_words=lambda *call: choose_forward(*call).words,
+    backward_words=lambda *call: choose_backward(*call).words,
     refuses_eight_bits=refuses_eight_bits,
     reads_eight_bits=False,
     copies_boxes=False,

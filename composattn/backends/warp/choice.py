@@ -14,6 +14,7 @@ from ..fused.planning.tables import Table, rows_of, table
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import Chosen
 from ..fused.tiles.traits import sums_by
 from .tiling import WarpBackwardTiling, WarpTiling
 
@@ -22,44 +23,24 @@ FILE = Path(__file__).with_name("tables.json")
 FORWARD: Table[dict[str, Any]] = table(FILE, "forward")  # fields of the tiling
 BACKWARD: Table[dict[str, Any]] = table(FILE, "backward")
 
-Chosen = tuple[Any, str]  # a tiling, and what says so
 
-
-def forward_tiling(problem: Problem, program: Program, target: Target) -> WarpTiling:
+def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of the forward kernel."""
-    return _forward(problem, program, target)[0]
-
-
-def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> WarpBackwardTiling:
-    """Tiles of the backward kernel."""
-    return _backward(problem, program, target, deterministic)[0]
-
-
-def forward_words(problem: Problem, program: Program, target: Target) -> str:
-    """The class of a call, and what says its tiles, for people to read."""
-    return _forward(problem, program, target)[1]
-
-
-def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
-    """The class of a call, and what says its tiles, for people to read."""
-    return _backward(problem, program, target, deterministic)[1]
-
-
-def _forward(problem: Problem, program: Program, target: Target) -> Chosen:
     heads = packed_heads(problem, program, FEW)
     call = class_of(problem, program, target, "forward", rows=FEW, heads=heads)
     return _chosen(FORWARD, call, target, lambda said: forward_of(said, problem, call.dims, heads))
 
 
-def _backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
+def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
+    """Tiles of the backward kernel."""
     call = class_of(problem, program, target, "backward", rows=FEW, deterministic=deterministic)
     return _chosen(BACKWARD, call, target, lambda said: backward_of(said, problem, call.dims, program))
 
 
 def _chosen(rows: Table[Any], call: CallClass, target: Target, made: Callable[[Any], Any]) -> Chosen:
-    """The first row that is of such calls and fits: its tiling, and what says so."""
-    tilings = ((made(row.says), row.evidence) for row in rows_of(rows, call))
-    return next((tiling, f"{call}; {evidence}") for tiling, evidence in tilings if tiling.fits(target))
+    """By the first row that is of such calls and fits."""
+    found = (Chosen(made(row.says), f"{call}; {row.evidence}") for row in rows_of(rows, call))
+    return next(chosen for chosen in found if chosen.tiling.fits(target))
 
 
 def forward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], heads: int = 1) -> WarpTiling:

@@ -39,10 +39,6 @@ class Kernel(abc.ABC):
         return str(self.plan.step)  # becomes part of the compiled kernel's name
 
 
-def _no_table(problem: Problem, program: Program, target: Target, deterministic: bool = False) -> str:
-    return "by rules; no table says what was measured"
-
-
 def _never(problem: Problem) -> bool:
     return False
 
@@ -79,8 +75,8 @@ class Architecture:
     forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
     backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
-    forward_words: Callable[[Problem, Program, Target], str] = _no_table
-    backward_words: Callable[[Problem, Program, Target, bool], str] = _no_table
+    forward_words: Callable[[Problem, Program, Target], str]
+    backward_words: Callable[[Problem, Program, Target, bool], str]
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
     reads_eight_bits: bool = True
     multiplies_eight_bits: Callable[[Problem], bool] = _never

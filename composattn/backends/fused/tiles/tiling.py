@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ....call.problem import Problem
 from ....primitives.exponential_units import HARDWARE, ExponentialUnits
@@ -72,6 +72,13 @@ class Tiling(abc.ABC):
         own = {f.name: f.default for f in dataclasses.fields(self) if f.name not in SAID}
         unusual = (f"{name} {value}" for name, value in vars(self).items() if own.get(name, value) != value)
         return {"form": ", ".join(unusual)}
+
+
+class Chosen(NamedTuple):
+    """A call's tiling, and its class and what says so, for people to read."""
+
+    tiling: Any
+    words: str
 
 
 def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
