@@ -32,7 +32,7 @@ def test_bits_are_those_of_the_same_kernel_on_the_bytes_as_16_bit_numbers(name: 
     assert torch.equal(lse, expected_lse)
 
 
-@pytest.mark.parametrize("name", ["one query, D 128", "packed", "pages", "blocks that stay"])
+@pytest.mark.parametrize("name", ["one query, D 128", "packed", "pages", "blocks that stay", "D 576 and 512"])
 def test_results_are_right_in_whatever_order_warps_run(name: str) -> None:
     case, options = CASES[name]()
     for mode in (EAGER, LATE, random_mode(3)):

@@ -7,6 +7,7 @@ import math
 
 from .tiling import EVEN_STAGES, HopperTiling, Registers, registers_for
 
+OF_BYTES = "_of_bytes"
 OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
 LARGEST = 65504.0  # of fp16
 CONVERTERS = 3  # of each warpgroup, where D is above 256
@@ -41,6 +42,3 @@ class ByteTiling(HopperTiling):
 
     def _bytes(self, q_stages: int, element_bytes: int) -> int:
         return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.key_box[0] * (self.d + self.dv)
-
-
-OF_BYTES = "_of_bytes"

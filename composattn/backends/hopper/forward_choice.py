@@ -33,7 +33,7 @@ from ..fused.tiles.traits import (
     reads_pairs,
     weighs_keys,
 )
-from .byte_tiling import ByteTiling
+from .byte_tiling import CONVERTERS, ByteTiling
 from .fp8_choice import fp8_tiling, fp8_words
 from .tiling import FILE, GUESSING, ROWS, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, REST, SLICE, STAGE, WideByteTiling, WideTiling
@@ -326,7 +326,7 @@ def _wide(facts: ForwardFacts) -> WideTiling:
     rings = {"stages": room // (2 * STAGE)}
     if facts.of_bytes:
         kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
-        rings = {"stages": stages, "byte_stages": (room - 2 * stages * STAGE) // STAGE}
+        rings = {"stages": stages, "byte_rounds": (room - 2 * stages * STAGE) // (CONVERTERS * STAGE)}
     return kind(  # type: ignore[no-any-return]
         **facts.alike("forward_wide") | {"d": d, "dv": dv},
         tile_m=ROWS,

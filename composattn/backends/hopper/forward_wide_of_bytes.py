@@ -18,7 +18,9 @@ from .wide_tiling import GROUPS, SLICE, STAGE
 class HopperForwardWideOfBytes(HopperForwardWide):
     """`HopperForwardWide` with six warps more that make 16-bit slices of bytes: 2, 4 and 6 for warpgroup 0.
 
-    Each takes every third slice of its warpgroup, as slices are many and small.
+    Each takes every third slice of its warpgroup, as slices are many and small. A ring of bytes has whole rounds of
+    these warps, so that one of them sees all phases of a stage: copies end in any order, and a barrier says only
+    whether a phase is odd.
     """
 
     copying = 2 + GROUPS * CONVERTERS
@@ -57,7 +59,7 @@ class HopperWideByteBlock(HopperWideBlock):
     """A block's shared memory with rings of bytes, one behind the other, behind all else."""
 
     def __init__(self, tiling, dtype, key_types):
-        self.key_types = key_types
+        self.key_types, self.byte_stages = key_types, CONVERTERS * tiling.byte_rounds
         super().__init__(tiling, dtype)
 
     def filled(self, size):
@@ -65,17 +67,16 @@ class HopperWideByteBlock(HopperWideBlock):
 
     def more_edges(self):
         sizes = [rows * columns for rows, columns in (self.tiling.key_box, self.tiling.value_box)]
-        self.byte_kinds = [Edge(self.tiling.byte_stages, Copies(size), Warps(1)) for size in sizes]
+        self.byte_kinds = [Edge(self.byte_stages, Copies(size), Warps(1)) for size in sizes]
         return GROUPS * self.byte_kinds[:1]
 
     def more_memory(self, smem):
-        tiling = self.tiling
-        self.bytes_start = smem.allocate_array(Uint8, GROUPS * tiling.byte_stages * STAGE, byte_alignment=128)
+        self.bytes_start = smem.allocate_array(Uint8, GROUPS * self.byte_stages * STAGE, byte_alignment=128)
 
     @property
     def copied_slices(self):
         tiling = self.tiling
-        rings = (tiling.byte_stages, STAGE), (GROUPS, tiling.byte_stages * STAGE)
+        rings = (self.byte_stages, STAGE), (GROUPS, self.byte_stages * STAGE)
         found = []
         for kind, box in zip(self.key_types, (tiling.key_box, tiling.value_box), strict=True):
             outer = byte_layout(*box)
@@ -127,7 +128,7 @@ class WideConvert(Role):
         form, tiling, block = self.forms[which], self.tiling, self.block
         self.bytes_ring.wait(bytes_slot)
         self.ring.keys.wait_empty(slot)
-        source = block.bytes_start.toint() + (self.group * tiling.byte_stages + bytes_slot.index) * STAGE
+        source = block.bytes_start.toint() + (self.group * block.byte_stages + bytes_slot.index) * STAGE
         target = block.sK.iterator.toint() + (self.group * tiling.stages + slot.index) * (2 * STAGE)
         form.convert(source, target, self.offsets[which], Int32(0), 1)
         cute.arch.fence_view_async_shared()  # products read what these wrote

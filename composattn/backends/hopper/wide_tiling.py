@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..fused.tiles.tiling import ForwardTiling
-from .byte_tiling import OF_BYTES
+from .byte_tiling import CONVERTERS, OF_BYTES
 from .tiling import L2, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
@@ -54,17 +54,16 @@ class WideTiling(ForwardTiling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideByteTiling(WideTiling):
-    """K and V come as 8-bit numbers: behind each ring of slices is one of `byte_stages` slices of bytes."""
+    """K and V come as 8-bit numbers: behind each ring is one of `byte_rounds` slices for each converting warp."""
 
-    byte_stages: int
+    byte_rounds: int
 
     @property
     def step(self) -> str:
         return self.kernel + OF_BYTES
 
     def registers(self, paged: bool) -> Registers:
-        """Four warpgroups, two of which copy and convert."""
-        return Registers(216, 40)
+        return Registers(216, 40)  # four warpgroups, two of which copy and convert
 
     def shared_memory(self, element_bytes: int) -> int:
-        return super().shared_memory(element_bytes) + GROUPS * self.byte_stages * STAGE
+        return super().shared_memory(element_bytes) + GROUPS * CONVERTERS * self.byte_rounds * STAGE
