@@ -24,8 +24,7 @@ from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
-from composattn.backends.warp.choice import backward_of
-from composattn.backends.warp.tiling import WarpBackwardTiling
+from composattn.backends.warp.tiling import WarpBackwardTiling, backward_of
 
 Gradients = tuple[torch.Tensor, ...]
 WRONG_FROM = 2e-2

@@ -26,7 +26,7 @@ from composattn.backends.fused.running.launch import ForwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
 from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
-from composattn.backends.warp.choice import forward_of
+from composattn.backends.warp.tiling import forward_of
 
 ROWS_CHECKED = 256
 

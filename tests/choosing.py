@@ -22,7 +22,7 @@ FILES = {
     "fused": "call_class coverage cut few_queries order scheduler tables tiling traits",
     "hopper": "backward_choice backward_tiling byte_tiling forward_choice fp8_choice fp8_tiling tiling wide_tiling",
     "blackwell": "backward_tiling tiling",
-    "warp": "choice tiling",
+    "warp": "tiling",
 }
 """By folder of `composattn/backends`, at any depth in it. A new file that chooses is added here."""
 

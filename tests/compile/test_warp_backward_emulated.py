@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
-from composattn.backends.warp.choice import BACKWARD, backward_of, choose_backward
+from composattn.backends.warp.tiling import BACKWARD, backward_of, choose_backward
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.masks import causal, document, sliding_window

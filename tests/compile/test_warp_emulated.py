@@ -18,7 +18,7 @@ from composattn import errors
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import ADA, AMPERE, TARGETS, Target
-from composattn.backends.warp.choice import FORWARD, forward_of
+from composattn.backends.warp.tiling import FORWARD, forward_of
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document, sliding_window

@@ -11,8 +11,8 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import AMPERE
-from .choice import choose_backward, choose_forward
 from .eight_bits import refuses_eight_bits
+from .tiling import choose_backward, choose_forward
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
