@@ -24,7 +24,7 @@ from composattn.backends.fused.planning.plan import Plan, plan_forward
 from composattn.backends.fused.running import emulated
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper import eight_bits, forward_fp8, fp8_choice, promoting_rows, turning, wgmma
+from composattn.backends.hopper import eight_bits, forward_fp8, fp8_tiling, promoting_rows, turning, wgmma
 from composattn.backends.hopper.fp8_tiling import FP8, LARGEST, Fp8Tiling
 from composattn.call.problem import Problem
 from composattn.call.scales import rows_of, scaled_values
@@ -549,7 +549,7 @@ def test_a_maximum_that_lags_too_far_for_the_offset_is_found(monkeypatch: pytest
     v = torch.randn(1, 1, 600, 64, generator=torch.Generator().manual_seed(0))
     case = Case(*(t.to(E4M3) for t in (q, k, v)), scales=(1.0, 1.0, 1.0), out_dtype=torch.bfloat16)
     lagging = RescaleThreshold(4.0)
-    monkeypatch.setattr(fp8_choice, "ALWAYS_RESCALE", lagging)
+    monkeypatch.setattr(fp8_tiling, "ALWAYS_RESCALE", lagging)
     check(attention, case)
     monkeypatch.setattr(Fp8Tiling, "offset", 8.0)
     with pytest.raises(AssertionError, match="out is off"):

@@ -34,7 +34,7 @@ from ..fused.tiles.traits import (
     weighs_keys,
 )
 from .byte_tiling import CONVERTERS, ByteTiling
-from .fp8_choice import fp8_tiling, fp8_words
+from .fp8_tiling import choose_fp8
 from .tiling import FILE, GUESSING, ROWS, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, REST, SLICE, STAGE, WideByteTiling, WideTiling
 
@@ -167,7 +167,7 @@ class ForwardFacts(Facts):
 def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
     """Tiles of the forward kernel."""
     if problem.types.q in EIGHT_BITS:
-        return fp8_tiling(problem, program, target)
+        return choose_fp8(problem, program, target).tiling
     call = forward_class(problem, program, target)
     facts, others = ForwardFacts(problem, program, target, call), (form for form in FORMS if serves(form, call))
     return tuned.tiling(call, problem, target, first(TABLE, call), others, lambda form: tiling_of_form(form, facts))
@@ -202,7 +202,7 @@ def serves(form: ForwardForm, call: CallClass) -> bool:
 def forward_words(problem: Problem, program: Program, target: Target) -> str:
     """The class of a call, the form it gets, and what says so, for people to read."""
     if problem.types.q in EIGHT_BITS:
-        return fp8_words(problem, program)
+        return choose_fp8(problem, program, target).words
     call = forward_class(problem, program, target)
     row, known = row_of(TABLE, call), tuned.of_call(call, problem, target)
     chosen = f"{known.form}; {known}; the table says {row.says}" if known else f"{row.says}; {row.evidence}"

@@ -1,12 +1,22 @@
-"""Tiles of the Hopper forward whose q, k and v are e4m3."""
+"""How the Hopper forward cuts the work whose q, k and v are e4m3."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .tiling import SUMS, HopperTiling, Registers, left_by
+from ...analysis.program import Program
+from ...call.problem import Problem
+from ...graph.factors import RUNS, scales_of
+from ...primitives.rescale_threshold import ALWAYS_RESCALE
+from ..fused.planning.tables import Table, first, row_of, table
+from ..fused.tiles.few_queries import packed_heads
+from ..fused.tiles.scheduler import Scheduler
+from ..fused.tiles.target import Target
+from ..fused.tiles.tiling import Chosen, query_tiles
+from ..fused.tiles.traits import has_opaque_test, padded, reads_along_keys, reads_any
+from .tiling import FILE, ROWS, SUMS, HopperTiling, Registers, left_by
 
 FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
@@ -14,6 +24,9 @@ ALIGNED = 1024  # bytes where each part of shared memory begins
 TURNING = 3  # warps that turn V: those beside the copying one
 # Registers of a copying thread, and blocks of 32 keys that it turns at once, four words of each
 MANY, FEW = (40, 4), (24, 2)
+KEPT: Table[str] = table(FILE, "fp8_kept")  # in registers, by mods
+SCHEDULERS: Table[Scheduler] = table(FILE, "fp8_schedulers", Scheduler.__getitem__)
+FORMS: Table[dict[str, Any]] = table(FILE, "fp8")  # fields of the tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,3 +83,30 @@ class Fp8Tiling(HopperTiling):
         keys = self.stages * self.tile_n
         turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED
         return self.tile_m * rows + keys * (self.d + self.dv) + turned + 4 * self.numbers + ALIGNED
+
+
+def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
+    """Tiles of a call that `multiplies_eight_bits`."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
+    reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
+    kept = first(KEPT, None, reads=any(reads), by_key=scales.by_key > 0, scored=rest is not None)
+    form = row_of(FORMS, None, d=d, dv=dv, mods_keep=kept)
+    heads = packed_heads(problem, program, ROWS)
+    tiling = Fp8Tiling(
+        **form.says,
+        d=d,
+        dv=dv,
+        heads_together=problem.schedule.heads_together,
+        packed_heads=heads,
+        threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
+        stages=2,
+    )
+    rounds = query_tiles(problem, heads, tiling.tile_m) * problem.batch / target.sms
+    tiling = dataclasses.replace(
+        tiling,
+        scheduler=first(SCHEDULERS, problem.schedule, rounds=rounds),
+        pieces=tiling.pieces if dv // tiling.pieces % 8 == 0 else 1,
+        numbers=12 * tiling.tile_n * scales.by_key,
+    )
+    return Chosen(tiling, f"q, k and v of 8 bits, in registers beside products: {kept}; {form.evidence.why}")
