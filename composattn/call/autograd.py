@@ -17,6 +17,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 from ..errors import GradientUnsupported
 from ..graph.borrowed import Borrowed, current
+from ..graph.dynamo import left_alone
 from ..graph.expr import Capture
 from ..graph.foreign import in_memory
 from ..graph.moved import Addresses
@@ -127,6 +128,7 @@ class _Attend(torch.autograd.Function):
         return found
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)

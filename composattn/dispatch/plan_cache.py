@@ -19,6 +19,7 @@ from ..analysis.program import Program
 from ..errors import UnreadableProgram
 from ..graph import copies
 from ..graph.borrowed import Borrowed, BorrowedCapture, borrow, borrowed_before
+from ..graph.dynamo import left_alone
 from ..graph.expr import Dep, DType, Expr
 from ..graph.fingerprint import Fingerprint, fingerprint
 from ..graph.form import graphs_of
@@ -41,6 +42,7 @@ _NOTHING_SAID: Fingerprint = None, ()
 _SINKS = Sink.of(torch.zeros(1)).form
 
 
+@left_alone  # compiled code calls an operator
 def planned_for(
     score_mod: Any,
     mask_mod: Any,

@@ -20,6 +20,7 @@ from ..call.inputs import OUT_ALONE, Asked, InputOptions, Inputs, Outputs
 from ..call.prepared import FastPath, PreparedCall
 from ..call.schedule import Schedule
 from ..graph.borrowed import Borrowed
+from ..graph.dynamo import left_alone
 from ..graph.forms import of_these_forms
 from . import transforms
 from .contents import check_call
@@ -57,6 +58,7 @@ class Planned(Plans):
         self._latest: tuple[_Met, ...] = ()  # of the forms
         self._tables = [c for c in program.read_by_mods[0] if isinstance(c, Table)]
 
+    @left_alone  # compiled code calls an operator
     def __call__(self, inputs: Inputs, asked: Asked, borrowed: Borrowed | None = None) -> Any:
         """out and what else is `asked` for. `borrowed`: tensors of the call, to be entered where that matters."""
         autocast = torch._C._is_any_autocast_enabled()

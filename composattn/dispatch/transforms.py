@@ -13,7 +13,6 @@ Nothing is analysed or planned before the transforms are peeled off: what mods r
 from __future__ import annotations
 
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -38,7 +37,7 @@ from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Inputs
 from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
-from ..graph.dynamo import is_written_down
+from ..graph.dynamo import is_written_down, left_alone
 from ..graph.expr import Capture, Expr, const, index, read, size, walk
 from ..graph.form import Formed
 from ..graph.moved import Unchanged
@@ -59,39 +58,30 @@ def active() -> bool:
 
 
 def break_graph() -> None:
-    """Where a transform lies around a call in compiled code: it would not see into the operator that stands for it."""
+    """Where a transform lies around a call in compiled code: it would not see into the operator that stands for it.
+
+    Raised, not broken: what follows a break would be compiled again.
+    """
     if torch._C._are_functorch_transforms_active():
-        torch._dynamo.graph_break(
-            msg="a call of composattn below a transform of torch.func is not compiled; without fullgraph=True it runs "
-            "in eager mode, with the transform"
+        raise UnsupportedTransform(
+            "a call of composattn below a transform of torch.func is not compiled; without fullgraph=True it runs in "
+            "eager mode, with the transform"
         )
-    elif forward_ad._current_level >= 0:  # raised, not broken: what follows a break would be compiled again
+    if forward_ad._current_level >= 0:
         raise UnsupportedTransform(
             "a call of composattn in a dual level of torch.autograd.forward_ad is not compiled; without fullgraph=True "
             "it runs in eager mode"
         )
 
 
+@left_alone
 def attend(
     attention: Plans, inputs: Inputs, return_max_scores: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, max_scores) of `attention`, which any transforms around it may look at.
 
-    Dynamo, which compiles each function that is called after a break, would follow a rewriting of graphs, and guard all
-    that is known of them: 10 s of a vmap where 600 plans are kept, 3.6 where one is; left alone it takes 1.4.
-
     Raises: as `Attention`; `GradientUnsupported` for forward mode of generated kernels, `UnsupportedTransform`.
     """
-    global _unfollowed
-    dynamo = sys.modules.get("torch._dynamo")
-    if _unfollowed is _attend and hasattr(dynamo, "disable"):  # which it has not while it is being imported
-        _unfollowed = dynamo.disable(_attend)  # type: ignore[union-attr]
-    return _unfollowed(attention, inputs, return_max_scores)
-
-
-def _attend(
-    attention: Plans, inputs: Inputs, return_max_scores: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     problem = attention.problem(inputs)
     program = attention.program
     captures, numbers = program.read_by_mods
@@ -126,10 +116,6 @@ def _attend(
         out, lse, top = _TransformedAttention.apply(call, *tensors)
     statistics = torch.promote_types(q.dtype, torch.float32)
     return out.to(q.dtype), lse.to(statistics), top.to(statistics)
-
-
-_unfollowed = _attend
-"""`_attend`, which Dynamo leaves alone with all that it calls, if there is a Dynamo."""
 
 
 def _layers(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -294,6 +280,7 @@ class _TransformedAttention(torch.autograd.Function):
         ctx.save_for_backward(out, lse, *tensors)
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         ctx.call.read.refuse_changed()
         out, lse, *tensors = ctx.saved_tensors
@@ -344,6 +331,7 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_backward(dout, dlse, *tensors)
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, *grads: Any) -> Any:
         """No gradients flow through out and lse: the formula computes them again from their inputs."""
         ctx.call.read.refuse_changed()

@@ -12,6 +12,7 @@ import torch
 
 from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
+from ..graph.dynamo import left_alone
 from ..graph.foreign import in_memory
 from ..graph.moved import Addresses
 from .exchange import Ranks
@@ -46,6 +47,7 @@ class _SharedAttention(torch.autograd.Function):
         return out, lse, top
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, dout: T | None, dlse: T | None, _: Any) -> Any:
         if torch.is_grad_enabled():
             raise GradientUnsupported(

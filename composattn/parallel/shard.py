@@ -20,6 +20,7 @@ from ..dispatch.pinned import Pinned
 from ..dispatch.planned import asked_of
 from ..dispatch.serialized import SharedMods as Mods
 from ..graph import copies
+from ..graph.dynamo import left_alone
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod
@@ -251,6 +252,7 @@ class _Gather(torch.autograd.Function):
         return found.movedim(0, dim)
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         shard, ranks = ctx.shard, ctx.shard.cp.ranks
         rows = grad.movedim(ctx.dim, 0)[shard._order.to(grad.device)].contiguous()

@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn import errors
@@ -107,6 +108,30 @@ def test_mods_made_inside_give_the_eager_gradients_in_one_graph(
     ids, inputs = torch.arange(LENGTH) // 7, draw(generator)
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     assert_same(results(compiled, model.bias, inputs, ids), results(model, model.bias, inputs, ids))
+
+
+def _attended(q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return ca.attention(q, q, q, score_mod=lambda s, b, h, i, j: s + bias[h, i - j], mask_mod=causal()).sin().sum()
+
+
+BROKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a checkpoint": lambda q, bias: torch.autograd.grad(checkpoint(_attended, q, bias, use_reentrant=False), (q, bias)),
+    "what Dynamo is told to leave": lambda q, bias: torch.autograd.grad(_untouched(q, bias), (q, bias)),
+    "grad of a transform": lambda q, bias: torch.func.grad(_attended, argnums=(0, 1))(q, bias),
+    "each of a batch's": lambda q, bias: torch.vmap(torch.func.grad(_attended, argnums=1), (0, None))(q[None], bias),
+}
+_untouched = torch._dynamo.disable(_attended)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_gradients_behind_a_break_are_those_of_eager_code(name: str, generator: torch.Generator) -> None:
+    """There torch compiles each function of Python that it runs, gradients of what was not compiled too."""
+    q, bias = draw(generator)[0], torch.randn(2, LENGTH, generator=generator, requires_grad=True)
+    compiled = torch.compile(BROKEN[name], backend="eager")
+    for n in range(2):
+        found, wanted = compiled(q, bias * (n + 1)), BROKEN[name](q, bias * (n + 1))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_what_dynamo_follows_calls_no_c_function_by_a_name_of_ours(

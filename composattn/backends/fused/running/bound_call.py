@@ -20,6 +20,7 @@ from ....call.autograd import gradients_of
 from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered
 from ....graph.borrowed import Borrowed
+from ....graph.dynamo import left_alone
 from ....graph.foreign import in_memory
 from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
@@ -158,6 +159,7 @@ class _BoundAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @left_alone
     def backward(ctx: Any, dout: Any) -> Any:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
