@@ -48,10 +48,10 @@ def unfollowed() -> Iterator[None]:
 def left_alone(function: T) -> T:
     """`function`, which Dynamo compiles neither by itself nor in what it calls, though it does so behind a break.
 
-    What it compiles is run by one function after the other, gradients too. There it would follow a rewriting of graphs
-    and guard all that is known of them (10 s of a vmap where 600 plans are kept, 3.6 where one is; left alone it takes
-    1.4), keep what a transform had wrapped after that has ended, and ask twice for tensors that a checkpoint gives once.
-    A call takes no longer. Who follows a function that calls it does follow it.
+    There it compiles each function that runs, gradients too. It would follow a rewriting of graphs and guard all that
+    is known of them (10 s of a vmap where 600 plans are kept, 3.6 where one is; left alone it takes 1.4), keep what a
+    transform had wrapped after that has ended, and ask twice for tensors that a checkpoint gives once. A call takes no
+    longer. Who follows a function that calls it does follow it.
     """
     alone = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, alone)
