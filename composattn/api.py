@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .backends import multiplies_eight_bits
-from .call.checks import refuse_arguments
+from .call.checks import check_flag, refuse_arguments
 from .call.eight_bits import Quantized
 from .call.inputs import OUT_ALONE, Asked, InputOptions, Inputs
 from .call.quantized import in_eight_bits
@@ -22,7 +22,7 @@ from .dispatch.pinned import Pinned
 from .dispatch.plan_cache import planned_for
 from .dispatch.planned import CallOptions, asked_for
 from .dispatch.serialized import Mods, Serialized, serialize
-from .errors import UnsupportedOption
+from .errors import InvalidParallelOption, UnsupportedOption
 from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
 from .mods.mask import Mask
@@ -95,7 +95,7 @@ class Attention(Pinned):
         score = None if score_mod is None else Score.of(score_mod)
         mask = None if mask_mod is None else Mask.of(mask_mod)
         sink = None if sinks is None else Sink.of(sinks)
-        keep = Dropout.with_seed(dropout_p, dropout_seed) if dropout_p else None
+        keep = Dropout.with_seed(dropout_p, dropout_seed)
         super().__init__((score, mask, sink, keep, None), (scale, backend, deterministic, schedule))
 
     @overload  # type: ignore[override]
@@ -175,7 +175,7 @@ class Attention(Pinned):
                 return out
         inputs = Inputs(q, k, v, varlen, paged)
         if shard is not None:
-            _refuse_dropout(keep)
+            _check_shared(shard, keep)
             if compiling:
                 return shared_operators.call(shard.number, inputs, self.serialized, asked)
             mods, options = self._state
@@ -209,6 +209,7 @@ class Attention(Pinned):
         """
         from .explain import explain
 
+        check_flag("emulate", emulate)
         if not (isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized)):
             return explain(self, Inputs(q, k, v, varlen, paged), emulate=emulate)
         (score, mask, sink, keep, _), options = self._state
@@ -291,7 +292,7 @@ def attention(
     asked = OUT_ALONE
     if return_lse is not False or return_max_scores is not False:
         asked = asked_for(return_lse, return_max_scores)
-    keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call) if dropout_p else None
+    keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call)
     scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
     if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
         if context_parallel is not None or context.entered:
@@ -328,7 +329,7 @@ def _serialized_or_shared(
     if shard is None:
         keep = None if keep is None else keep.on_device(inputs.q.device)
         return operators.call(inputs, serialize((score, mask, sink, keep, values), options), -1, asked)
-    _refuse_dropout(keep)
+    _check_shared(shard, keep)
     if compiling:
         return shared_operators.call(shard.number, inputs, serialize((score, mask, sink, None, None), options), asked)
     return shard.attend((score, mask, sink), options, inputs, asked)
@@ -365,7 +366,11 @@ def _quantised(
     return planned(inputs, asked, borrowed)
 
 
-def _refuse_dropout(keep: Dropout | None) -> None:
-    """Raises `UnsupportedOption`: ranks count rows of their own."""
+def _check_shared(shard: Shard, keep: Dropout | None) -> None:
+    """Raises `InvalidParallelOption`; `UnsupportedOption` of dropout: ranks count rows of their own."""
     if keep is not None:
         raise UnsupportedOption("dropout_p is not taken where ranks share a sequence; leave it out, or set it to 0.0")
+    if not isinstance(shard, Shard):
+        raise InvalidParallelOption(
+            f"context_parallel is a {type(shard).__name__}; pass what ca.ContextParallel(mesh).plan(...) gives"
+        )

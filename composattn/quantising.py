@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import errors
 from .backends.fused.running.quantise import Rounded, rounded, target_of
 from .call.autograd import without_autocast
+from .call.checks import check_flag
 from .call.eight_bits import EIGHT_BITS, MANTISSAS, Quantized, Rounding, narrowed, scale_for
+from .call.problem import refuse_unreadable
 from .dispatch.transforms import active as transforms_active
 from .graph.dynamo import dispatch_modes, function_modes
 from .graph.foreign import in_memory
-from .graph.sizes import surely
+from .graph.sizes import differ, surely
 
 Kind = Literal["head", "block", "token"]
 
@@ -65,18 +67,12 @@ def quantize(
 
     Gradients of a call go straight through the rounding to q, k and v.
 
-    Raises: `NotATensor`, `WrongRank`, `EmptyDimension`, `DeviceMismatch`, `UnsupportedDType`, `UnsupportedHeadDim`,
-    `UnsupportedBlockSize`, `UnsupportedOption`.
+    Raises: `NotATensor`, `UnsupportedLayout`, `WrongRank`, `ShapeMismatch`, `EmptyDimension`, `DeviceMismatch`,
+    `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedBlockSize`, `UnsupportedOption`.
     """
-    _check({"q": q, "k": k, "v": v}, scale, block, dtype)
-    devices = {name: str(t.device) for name, t in (("q", q), ("k", k), ("v", v))}
-    if len(set(devices.values())) > 1:
-        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
-    if hadamard and q.shape[-1] % 2:
-        raise errors.UnsupportedHeadDim(
-            f"hadamard=True rotates pairs of channels at least, D is {q.shape[-1]}; pass hadamard=False"
-        )
     how = Rounding(scale, block, hadamard, center, power_of_two, dtype)
+    _check_options(how)
+    _check_tensors({"q": q, "k": k, "v": v}, scale == "block", hadamard)
     return without_autocast(q, _quantized, (q, k, v), how)
 
 
@@ -191,26 +187,43 @@ def _together(fold: Callable[..., torch.Tensor], x: torch.Tensor, how: Rounding)
     return of_rows
 
 
-def _check(tensors: dict[str, torch.Tensor], scale: str, block: int, dtype: torch.dtype) -> None:
+def _check_tensors(tensors: dict[str, torch.Tensor], by_block: bool, rotates: bool) -> None:
     for name, t in tensors.items():
-        if not isinstance(t, torch.Tensor):
-            raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor")
+        refuse_unreadable(name, t)
         if t.ndim not in (3, 4):
             raise errors.WrongRank(
                 f"{name} has shape {tuple(t.shape)}; it must be (B, H, S, D), or packed (total, H, D)"
             )
         if not t.is_floating_point() or t.dtype.itemsize == 1:
             raise errors.UnsupportedDType(f"{name} is {t.dtype}; quantise floats of 16 bits or more")
-        if scale == "block" and t.ndim == 3:
+        if by_block and t.ndim == 3:
             raise errors.UnsupportedOption('blocks of packed rows would cross sequences; pass scale="token" or "head"')
-    if scale not in ("head", "block", "token"):
-        raise errors.UnsupportedOption(f'scale is {scale!r}; it must be "head", "block" or "token"')
-    if surely(tensors["q"].shape[-1] == 0):
+    devices = {name: str(t.device) for name, t in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
+    head_dim, of_k = (tensors[name].shape[-1] for name in "qk")
+    if differ(head_dim, of_k):
+        raise errors.ShapeMismatch(f"q and k must have the same head dimension, got {head_dim} and {of_k}")
+    if surely(head_dim == 0):
         raise errors.EmptyDimension(f"q has shape {tuple(tensors['q'].shape)}; only the length may be zero")
+    if rotates and head_dim % 2:
+        raise errors.UnsupportedHeadDim(
+            f"hadamard=True rotates pairs of channels at least, D is {head_dim}; pass hadamard=False"
+        )
+
+
+def _check_options(how: Rounding) -> None:
+    for name in ("hadamard", "center", "power_of_two"):
+        check_flag(name, getattr(how, name))
+    if not isinstance(how.scale, str) or how.scale not in ("head", "block", "token"):
+        raise errors.UnsupportedOption(f'scale is {how.scale!r:.40}; it must be "head", "block" or "token"')
+    block = how.block
     if not isinstance(block, int) or block < 2 or block & (block - 1):
-        raise errors.UnsupportedBlockSize(f"block is {block!r}; it must be a power of two from 2 on")
-    if dtype not in EIGHT_BITS:
-        raise errors.UnsupportedDType(f"dtype is {dtype}; it must be one of {', '.join(map(str, EIGHT_BITS))}")
+        raise errors.UnsupportedBlockSize(f"block is {block!r:.40}; it must be a power of two from 2 on")
+    if not isinstance(how.dtype, torch.dtype) or how.dtype not in EIGHT_BITS:
+        raise errors.UnsupportedDType(
+            f"dtype is {how.dtype!r:.40}; it must be one of {', '.join(map(str, EIGHT_BITS))}"
+        )
 
 
 def rounding_error(x: torch.Tensor, mantissa: float, dtype: torch.dtype) -> torch.Tensor:

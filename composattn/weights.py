@@ -41,9 +41,10 @@ def attention_weights(
     problem = Problem.of(q, k, k)
     try:
         at = torch.as_tensor(rows, device=q.device)
+        at = at.view(at.shape)  # a lazy parameter has none
     except (TypeError, ValueError, RuntimeError) as error:
-        raise errors.InvalidArgument(f"rows is {rows!r}; pass positions, (R,) integers") from error
-    if at.ndim != 1 or at.is_floating_point() or at.dtype is torch.bool:
+        raise errors.InvalidArgument(f"rows is {rows!r:.40}; pass positions, (R,) integers") from error
+    if at.ndim != 1 or at.is_floating_point() or at.is_complex() or at.dtype is torch.bool:
         raise errors.InvalidArgument(f"rows is {at.dtype} of shape {tuple(at.shape)}; pass positions, (R,) integers")
     if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < problem.q_len:
         raise errors.InvalidArgument(f"rows reach from {int(at.min())} to {int(at.max())}, q has {problem.q_len}")

@@ -60,8 +60,8 @@ class debug_checks:
 
 def check_flag(name: str, value: object) -> None:
     """Raises `UnsupportedOption` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise errors.UnsupportedOption(f"{name} is {value!r}; it must be True or False")
+    if not isinstance(value, bool | torch.SymBool):
+        raise errors.UnsupportedOption(f"{name} is {value!r:.40}; it must be True or False")
 
 
 _ELSEWHERE = {

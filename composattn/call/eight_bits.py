@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.expr import has_no_shape
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The types of quantised tensors."""
@@ -47,9 +48,14 @@ class Quantized(NamedTuple):
         """data · scale, in `dtype`, rounded once; exact in 16 bits where scales are powers of two.
 
         Its gradient goes straight through to the tensor that was quantised. A mean that was taken from k stays out: the
-        softmax does not see it. Raises: `ShapeMismatch`, of scales (B, H) of packed rows too, and as `scale_tensor`.
+        softmax does not see it. Raises: `ShapeMismatch`, of scales (B, H) of packed rows too, `NotATensor`,
+        `UnsupportedDType`, `InvalidScale`, `UnsupportedLayout` of a lazy scale.
         """
         dtype = self.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise errors.UnsupportedDType(f"dtype is {dtype!r:.40}; a tensor becomes floats: torch.bfloat16")
+        if not isinstance(self.data, torch.Tensor):
+            raise errors.NotATensor(f"data is a {type(self.data).__name__}; pass a tensor of 8 bits")
         wide = torch.promote_types(dtype, torch.float32)
         found = self.data.to(wide)
         if self.scale is not None:
@@ -88,8 +94,11 @@ def refuse_narrow_gradient(name: str, t: torch.Tensor) -> None:
 def scale_tensor(name: str, scale: Any, device: torch.device) -> torch.Tensor:
     """A scale of the tensor `name`, which may be a number, as floats that can be multiplied by.
 
-    Raises: `NotATensor`, `UnsupportedDType`, `InvalidScale` of a number that is negative or that fp32 does not hold.
+    Raises: `NotATensor`, `UnsupportedLayout`, `UnsupportedDType`, `InvalidScale` of a number that is negative or that
+    fp32 does not hold.
     """
+    if has_no_shape(scale):
+        raise errors.UnsupportedLayout(f"{name}_scale is a lazy parameter without a shape; run its module once before")
     if isinstance(scale, torch.Tensor):
         if not scale.is_floating_point():
             raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..errors import DeviceMismatch, DTypeMismatch, InvalidArgument, NotATensor, ShapeMismatch
+from ..graph.expr import has_no_shape
 
 
 def merge_states(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +30,12 @@ def merge_states(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[to
 
     Raises: `InvalidArgument` for no part, `NotATensor`, `ShapeMismatch`, `DTypeMismatch`, `DeviceMismatch`.
     """
-    outs, lses = _checked([tuple(part) for part in parts])
+    try:
+        pairs = [tuple(part) for part in parts]
+    except (TypeError, ValueError):
+        kind = type(parts).__name__
+        raise InvalidArgument(f"parts is a {kind}; give a list of (out, lse), one of each part") from None
+    outs, lses = _checked(pairs)
     weights, lse = merge_weights(lses)
     merged: torch.Tensor | None = None
     for out, weight, own in zip(outs, weights, lses, strict=True):
@@ -59,6 +65,8 @@ def merge_weights(lses: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tor
 
 def _check_alike(name: str, of: list[torch.Tensor]) -> None:
     """Whether all parts have one floating-point dtype, and lie on one device."""
+    if any(map(has_no_shape, of)):
+        raise NotATensor(f"{name} of a part is a lazy parameter without a shape; run its module once before")
     dtypes, devices = {t.dtype for t in of}, {t.device for t in of}
     if len(dtypes) > 1 or not of[0].is_floating_point():
         raise DTypeMismatch(f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype")

@@ -177,10 +177,7 @@ class Problem:
         `UnsupportedDType`, `DeviceMismatch`, `UnsupportedLayout`, `SequencesMismatch`, `UnsupportedTransform`,
         `InvalidLength`.
         """
-        layout = _layout(varlen, paged)
-        _check_rank("q", q, layout.q)
-        _check_rank("k", k, layout.kv)
-        _check_rank("v", v, layout.kv)
+        layout = check_ranks(q, k, v, varlen, paged)
         _check_types({"q": q, "k": k, "v": v}, out_dtype)
         if paged is not None:
             _check_page_size(paged, k)
@@ -197,6 +194,16 @@ class Problem:
         sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v)
         narrow = (q.dtype, k.dtype, v.dtype) if k.dtype in EIGHT_BITS else None
         return Problem(*sizes, out_dtype or q.dtype, q.device, layout=layout, narrow=narrow)
+
+
+def check_ranks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen | None, paged: Paged | None
+) -> Layout:
+    """How q, k and v lie, which have its dimensions. Raises what `Problem.of` does for what is no tensor of them."""
+    layout = _layout(varlen, paged)
+    for name, t, lies in (("q", q, layout.q), ("k", k, layout.kv), ("v", v, layout.kv)):
+        _check_rank(name, t, lies)
+    return layout
 
 
 def _layout(varlen: Varlen | None, paged: Paged | None) -> Layout:
@@ -242,8 +249,6 @@ def _check_rank(name: str, t: torch.Tensor, lies: str) -> None:
     if not isinstance(t, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(t).__name__}; pass a torch.Tensor of shape {_DIMENSIONS[lies]}")
     refuse_foreign(name, t)
-    if has_no_shape(t):
-        raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
     if t.is_nested:
         refuse_unreadable(name, t)
     if t.ndim != (3 if lies == "packed" else 4):
@@ -273,10 +278,12 @@ def undense(t: torch.Tensor) -> tuple[str, str] | None:
 
 
 def refuse_foreign(name: str, t: torch.Tensor) -> None:
-    """Raises `UnsupportedLayout` for a tensor whose elements are not what it means, as torch's CausalBias.
+    """Raises `UnsupportedLayout` for a tensor whose elements are not there, or not what it means (torch's CausalBias).
 
     `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace.
     """
+    if has_no_shape(t):
+        raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
     reason = reason_against(t)
     if reason is not None:
         raise errors.UnsupportedLayout(f"{name} is {reason}")

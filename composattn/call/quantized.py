@@ -9,14 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import errors
-from ..graph.expr import Dep, const
+from ..graph.expr import Dep, const, has_no_shape
 from ..graph.gradient import derivative
 from ..graph.sizes import differ, surely
 from ..mods.score import Score
 from ..mods.values import Values
 from . import checks
 from .eight_bits import EIGHT_BITS, NEGATIVE, Quantized, refuse_narrow_gradient, scale_tensor
-from .problem import Problem, softmax_scale
+from .problem import Problem, check_ranks, refuse_unreadable, softmax_scale
 from .scales import Rows, Scale, rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
 
@@ -72,6 +72,7 @@ def in_eight_bits(
         given = [Quantized(x.dequantised(dtype), None, x.mean) for x in given]
     q, k, v = given
     queries = q.data
+    check_ranks(queries, k.data, v.data, *where)
     of_q, of_k, of_v = rows_of(queries, k.data, v.data, *where)
     # both are there beside a mod, so that no factor of the user's own, which may be negative, is taken for one of them
     both = multiplies is not None and score_mod is not None and queries.dtype in EIGHT_BITS
@@ -107,11 +108,12 @@ def _quantized(name: str, given: Any, scale: Any) -> Quantized:
             raise errors.UnsupportedOption(
                 f"{name} has a mean, which only k may have; add it to {name}, or leave it out"
             )
-        if not isinstance(given.data, torch.Tensor):
-            raise errors.NotATensor(f"{name}'s data is a {type(given.data).__name__}; pass a tensor of 8 bits")
+        for part, t in (("data", given.data), ("wide", given.data if given.wide is None else given.wide)):
+            refuse_unreadable(f"{name}'s {part}", t)
         return given._replace(scale=_number(name, given.scale, given.data))
     if not isinstance(given, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(given).__name__}; pass a torch.Tensor or a ca.Quantized")
+    refuse_unreadable(name, given)
     if given.dtype not in EIGHT_BITS:
         if scale is not None and given.dtype.itemsize == 1:
             raise errors.UnsupportedDType(
@@ -164,12 +166,12 @@ def _out_dtype(q: Quantized, asked: torch.dtype | None) -> torch.dtype:
     """The type of the output, which a wide q has. Raises: `UnsupportedOption`."""
     if q.data.dtype in EIGHT_BITS:
         found = q.dtype if asked is None else asked
-        if found not in WIDE:
-            raise errors.UnsupportedOption(f"out_dtype is {found}; it must be one of {', '.join(map(str, WIDE))}")
+        if not isinstance(found, torch.dtype) or found not in WIDE:
+            raise errors.UnsupportedOption(f"out_dtype is {found!r:.40}; it must be one of {', '.join(map(str, WIDE))}")
         return found
-    if asked is not None and asked != q.data.dtype:
+    if asked is not None and asked is not q.data.dtype:
         raise errors.UnsupportedOption(
-            f"out_dtype is of 8-bit q; q is {q.data.dtype}, and so is out: cast it, out.to({asked})"
+            f"out_dtype is of 8-bit q; q is {q.data.dtype}, and so is out: cast it, out.to({asked!r:.40})"
         )
     return q.data.dtype
 
@@ -187,7 +189,7 @@ def _times_mean(q: torch.Tensor, mean: torch.Tensor, heads: int) -> torch.Tensor
     Raises: `ShapeMismatch`.
     """
     shared, wanted = (1, heads, 1, q.shape[-1]), (q.shape[0] if q.ndim == 4 else 1, heads, 1, q.shape[-1])
-    found = tuple(mean.shape) if isinstance(mean, torch.Tensor) else ()
+    found = tuple(mean.shape) if isinstance(mean, torch.Tensor) and not has_no_shape(mean) else ()
     if len(found) != 4 or any(differ(n, a) and differ(n, b) for n, a, b in zip(found, shared, wanted, strict=True)):
         raise errors.ShapeMismatch(f"k's mean has shape {found} beside q {tuple(q.shape)}; it must be {wanted}")
     wide = torch.promote_types(q.dtype, torch.float32)

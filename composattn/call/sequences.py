@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..graph.expr import has_no_shape
 from ..graph.foreign import is_computed
 from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
@@ -354,7 +355,7 @@ def _check_appended(caches: tuple[Any, Any], rows: tuple[Any, Any], paged: Paged
     for name, cache, new in zip("kv", caches, rows, strict=True):
         data = cache.data if isinstance(cache, Quantized) else cache
         for what, t in ((f"{name}_cache", data), (name, new)):
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(t, torch.Tensor) or has_no_shape(t):
                 raise errors.NotATensor(f"{what} is a {type(t).__name__}; pass a torch.Tensor")
         _check_rows(name, data, new, paged, varlen is None)
     counts = [x.shape[2 if varlen is None else 0] for x in rows]

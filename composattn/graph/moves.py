@@ -14,6 +14,11 @@ def on_device(values: Iterable[Any], device: Any, non_blocking: bool = False) ->
     """`values` with their tensors there; others as they are. Raises: `InvalidArgument` for what names no device."""
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise InvalidArgument(f".to takes a device, as .to('cuda'), got {device!r}; dtypes stay as they are")
+    try:
+        torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        raise InvalidArgument(f".to takes a device, as .to('cuda'), got {device!r}: {said}") from None
     known: list[tuple[Any, Any]] = []
     found = []
     for value in values:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..api import attention
+from ..call.checks import check_flag
 from ..call.problem import refuse_unreadable
 from ..call.sequences import Varlen
 from ..errors import ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
@@ -50,8 +51,8 @@ def flash_attn_func(
     learnable_sink: (Hq,), a logit beside those of the keys (`sinks` of `ca.attention`), as in flash-attn 4.
     backend: as of `ca.attention`. Source: flash_attn.flash_attn_func, version 2.8.
 
-    Raises: `UnknownKeyword`, `WrongRank`, `UnsupportedOption` for a window that is no pair, and what `ca.attention`
-    raises.
+    Raises: `UnknownKeyword`, `WrongRank`, `UnsupportedOption` for a window that is no pair and for flags that are none,
+    and what `ca.attention` raises.
     """
     _refuse_keywords(unknown)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -167,12 +168,14 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of `ca.attention` that say what these of flash-attn say."""
+    check_flag("causal", causal)
+    check_flag("deterministic", deterministic)
     left, right = _window(window_size)
     masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
     if left is not None or right is not None:
         masks.append(sliding_window((left, right), align="bottom_right"))
     mask_mod = masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
-    score_mod = soft_cap(softcap) if softcap else None
+    score_mod = None if softcap is None or (isinstance(softcap, (int, float)) and not softcap) else soft_cap(softcap)
     if alibi_slopes is not None:
         biased = alibi(alibi_slopes, symmetric=True, align="bottom_right")
         score_mod = biased if score_mod is None else score_mod >> biased

@@ -22,6 +22,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from ..api import attention
+from ..call.checks import check_flag
 from ..call.problem import refuse_unreadable
 from ..errors import DTypeMismatch, ShapeMismatch, UnsupportedOption, WrongRank
 from ..mods.mask import Mask
@@ -54,13 +55,15 @@ def scaled_dot_product_attention(
 
     A row that sees nothing gives 0. Source: torch.nn.functional.scaled_dot_product_attention.
 
-    Raises: `UnsupportedOption` for a mask beside `is_causal`, `WrongRank`, `ShapeMismatch`,
+    Raises: `UnsupportedOption` for a mask beside `is_causal` and for flags that are none, `WrongRank`, `ShapeMismatch`,
     `DTypeMismatch`, `UnsupportedLayout`, and what `ca.attention` raises.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         refuse_unreadable(name, tensor)
         if tensor.ndim < 2:
             raise WrongRank(f"{name} needs (..., S, D), got {tuple(tensor.shape)}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     q, k, v, leading = four_dimensions(query, key, value, enable_gqa)
     score_mod, mask_mod = mods_of(attn_mask, is_causal, leading, q, k)
     out: Any = attention(

@@ -65,9 +65,11 @@ class Dropout(Mod):
 
         Raises: `UnsupportedOption`.
         """
+        if isinstance(p, float) and p == 0.0:
+            return None
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0.0 <= p <= 1.0 - 1.0 / ONE:
             raise errors.UnsupportedOption(
-                f"dropout_p is {p!r}; it must be a number from 0 to less than 1, at most {ONE - 1}/{ONE}"
+                f"dropout_p is {p!r:.40}; it must be a number from 0 to less than 1, at most {ONE - 1}/{ONE}"
             )
         p = float(p)  # in a compiled region, one that varies is what it is now
         least = round(p * ONE)

@@ -78,7 +78,9 @@ class Mod:
         return made
 
     def named(self, name: str) -> Self:
-        """This function by another name."""
+        """This function by another name. Raises: `InvalidModArgument` for what is no text."""
+        if not isinstance(name, str):
+            raise errors.InvalidModArgument(f"a name is a text, got {name!r:.40}")
         if not is_traced():
             titles.remember(self.form, name)
         return self.formed(self.form, self.leaves, name)
@@ -164,14 +166,14 @@ class Mod:
 
 def _check_shift(name: str, by: Any) -> None:
     """Raises `InvalidModArgument` unless it is an integer: a number, a run-time one, or a 0-d tensor."""
-    if isinstance(by, torch.Tensor):
+    if _is_plain_tensor(by):
         is_integer = by.ndim == 0 and not (by.dtype.is_floating_point or by.dtype.is_complex or by.dtype is torch.bool)
     elif isinstance(by, Symbolic):
         is_integer = by.expr.dtype.is_integer
     else:
         is_integer = isinstance(by, numbers.Integral) and not isinstance(by, bool)
     if not is_integer:
-        got = f"a {by.dtype} tensor of shape {tuple(by.shape)}" if isinstance(by, torch.Tensor) else repr(by)
+        got = f"a {by.dtype} tensor of shape {tuple(by.shape)}" if _is_plain_tensor(by) else f"{by!r:.40}"
         raise errors.InvalidModArgument(
             f"a mod is shifted by integers, got {name}={got}; where each sequence has its own, ask a mask at "
             "`lambda b, h, q, kv: mask(b, h, q + first[b], kv)` and a score mod at "

@@ -14,6 +14,7 @@ import torch
 
 import composattn as ca
 from composattn import errors, mods
+from composattn.integrations import flash_attn, sdpa
 
 VALUES: list[Any] = [
     None, "a", b"x", 1.5, -1, 0, 2**70, float("nan"), True, 1j, [1], (), {}, range(3), object(), lambda: 0,
@@ -39,6 +40,11 @@ def scored(mod: Callable[..., Any]) -> Any:
     return ca.attention(Q, Q, Q, score_mod=mod)
 
 
+def appended(*given: Any, **named: Any) -> Any:
+    return ca.Paged(int32(0)[None], 16, int32(4)).append(*given, **named)
+
+
+Q8, PAGES, ROWS = Q.to(torch.float8_e4m3fn), torch.zeros(1, 1, 16, 8), torch.ones(1, 1, 2, 8)
 GRID = {"block": 16, "q_len": 16, "kv_len": 16}
 FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     # name: (function, good arguments); each argument is replaced in turn
@@ -79,6 +85,88 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "Varlen of a call": (packed, {"varlen": None}),
+    "options of a call": (
+        lambda **given: ca.attention(Q, Q, Q, **given),
+        {
+            "return_lse": False,
+            "return_max_scores": False,
+            "sinks": None,
+            "dropout_p": 0.0,
+            "dropout_seed": None,
+            "context_parallel": None,
+        },
+    ),
+    "a call of 8 bits": (
+        ca.attention,
+        {"q": Q8, "k": Q8, "v": Q8, "q_scale": 1.0, "k_scale": None, "v_scale": None, "out_dtype": None},
+    ),
+    "Quantized of a call": (
+        lambda **given: ca.attention(Q, ca.Quantized(**given), Q8, return_lse=True),
+        {"data": Q8, "scale": None, "mean": None, "wide": None, "dtype": torch.bfloat16},
+    ),
+    "dequantised": (
+        lambda dtype, **given: ca.Quantized(**given).dequantised(dtype),
+        {"dtype": torch.float32, "data": Q8, "scale": None},
+    ),
+    "quantize": (
+        ca.quantize,
+        {
+            "q": Q,
+            "k": Q,
+            "v": Q,
+            "scale": "head",
+            "block": 64,
+            "hadamard": True,
+            "center": True,
+            "power_of_two": True,
+            "dtype": Q8.dtype,
+        },
+    ),
+    "append": (appended, {"k_cache": PAGES, "v_cache": PAGES, "k": ROWS, "v": ROWS, "varlen": None}),
+    "append to 8 bits": (
+        lambda scale: appended(ca.Quantized(PAGES.to(Q8.dtype), scale), PAGES, ROWS, ROWS),
+        {"scale": None},
+    ),
+    "merge_states": (ca.merge_states, {"parts": [(Q, Q[..., 0])]}),
+    "a part that is merged": (lambda out, lse: ca.merge_states([(out, lse)]), {"out": Q, "lse": Q[..., 0]}),
+    "attention_weights": (
+        ca.attention_weights,
+        {"q": Q, "k": Q, "rows": [0], "score_mod": None, "mask_mod": None, "sinks": None, "scale": None},
+    ),
+    "explain": (ca.Attention().explain, {"q": Q, "k": Q, "v": Q, "varlen": None, "paged": None, "emulate": False}),
+    "named": (CAUSAL.named, {"name": "mine"}),
+    "shifted": (CAUSAL.shifted, {"b": None, "h": None, "q": None, "kv": None}),
+    ".to": (ca.Varlen(int32(0, 4)).to, {"device": "cpu"}),
+    "scaled_dot_product_attention": (
+        sdpa.scaled_dot_product_attention,
+        {
+            "query": Q,
+            "key": Q,
+            "value": Q,
+            "attn_mask": None,
+            "dropout_p": 0.0,
+            "is_causal": False,
+            "scale": None,
+            "enable_gqa": False,
+        },
+    ),
+    "flash_attn_func": (
+        flash_attn.flash_attn_func,
+        {
+            "q": Q,
+            "k": Q,
+            "v": Q,
+            "dropout_p": 0.0,
+            "softmax_scale": None,
+            "causal": False,
+            "window_size": (-1, -1),
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "deterministic": False,
+            "return_attn_probs": False,
+            "learnable_sink": None,
+        },
+    ),
     "Paged": (ca.Paged, {"page_table": int32(0)[None], "page_size": 16, "seqused": int32(4)}),
     "Schedule": (ca.Schedule, dict.fromkeys(inspect.signature(ca.Schedule).parameters, None)),
     "Mask": (ca.Mask, {"mod": CAUSAL}),
