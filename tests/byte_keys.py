@@ -11,8 +11,7 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
-from composattn.backends.hopper.byte_tiling import ByteTiling
-from composattn.backends.hopper.tiling import HopperTiling
+from composattn.backends.hopper.tiling import ByteTiling, HopperTiling
 from composattn.backends.hopper.wide_tiling import WideTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # fields is a choice too; tables on the device (`work`) don't, nor do rewrites of calls (strips, residues, widened)
 FILES = {
     "fused": "call_class coverage cut few_queries order scheduler tables tiling traits",
-    "hopper": "backward_choice backward_tiling byte_tiling forward_choice fp8_tiling tiling wide_tiling",
+    "hopper": "backward_choice backward_tiling forward_choice fp8_tiling tiling wide_tiling",
     "blackwell": "backward_tiling tiling",
     "warp": "tiling",
 }

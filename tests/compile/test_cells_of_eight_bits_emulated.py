@@ -14,8 +14,8 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn.backends.fused.running.emulated import EmulatedForward
-from composattn.backends.hopper.byte_tiling import OF_BYTES
 from composattn.backends.hopper.fp8_tiling import FP8
+from composattn.backends.hopper.tiling import OF_BYTES
 from composattn.testing import Case, check
 from tests.byte_keys import E4M3, of_bytes, power_of_two
 from tests.combinations import EIGHT_BITS, LARGEST, LAYOUTS, MODS, Cell

@@ -21,8 +21,7 @@ from ..fused.kernels.forward_call import ForwardCall
 from ..fused.kernels.registers.group_rows import ConsumeApart, GroupRows, RowConsume, RowConsumer, RowLoad
 from ..fused.kernels.registers.guessing_rows import GuessingRows
 from ..fused.planning.plan import ForwardPlan
-from .byte_tiling import OF_KEYS, OF_VALUES
-from .tiling import SUMS, HopperTiling
+from .tiling import OF_KEYS, OF_VALUES, SUMS, HopperTiling
 from .wgmma import (
     MN,
     ROWS,

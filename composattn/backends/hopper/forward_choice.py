@@ -33,9 +33,8 @@ from ..fused.tiles.traits import (
     reads_pairs,
     weighs_keys,
 )
-from .byte_tiling import CONVERTERS, ByteTiling
 from .fp8_tiling import choose_fp8
-from .tiling import FILE, GUESSING, ROWS, HopperTiling, RowSteps, registers_for
+from .tiling import CONVERTERS, FILE, GUESSING, ROWS, ByteTiling, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, REST, SLICE, STAGE, WideByteTiling, WideTiling
 
 NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them

@@ -11,11 +11,10 @@ from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
 from ..fused.kernels.forward import KeyCopies
 from ..fused.kernels.registers.group_rows import RowLoad
-from .byte_tiling import OF_VALUES
 from .forward import HopperForward, HopperForwardBlock, HopperForwardProducts
 from .fp8_tiling import TURNING
 from .promoting_rows import PromotingRows
-from .tiling import SUMS
+from .tiling import OF_VALUES, SUMS
 from .turning import Lines, TurnValues
 from .wgmma import ROWS, WARPGROUP, issue, product
 

@@ -11,7 +11,6 @@ from ...primitives.kv_source import kv_source
 from ...primitives.pipelines import Copies, Edge, Warps
 from ..fused.kernels.forward import KeyCopies, Role
 from ..fused.kernels.registers.group_rows import RowLoad
-from .byte_tiling import OF_KEYS, OF_VALUES, ByteTiling
 from .forward import (
     BlockWithOnes,
     HopperForward,
@@ -20,6 +19,7 @@ from .forward import (
 )
 from .part_products import PartProducts
 from .scaled_queries import ScaledProducts
+from .tiling import OF_KEYS, OF_VALUES, ByteTiling
 from .wgmma import WARPGROUP
 
 

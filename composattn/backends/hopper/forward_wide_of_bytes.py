@@ -8,9 +8,8 @@ from ...primitives.dequantise import Bytes, byte_layout
 from ...primitives.pipelines import Copies, Edge, Warps
 from ...primitives.values import choose, permuted
 from ..fused.kernels.forward import Role
-from .byte_tiling import CONVERTERS
 from .forward_wide import HopperForwardWide, HopperWideBlock, HopperWideProducts, Ring, WideLoad, ring_of
-from .tiling import launched_registers
+from .tiling import CONVERTERS, launched_registers
 from .wgmma import WARPGROUP, ColumnParts
 from .wide_tiling import GROUPS, SLICE, STAGE
 

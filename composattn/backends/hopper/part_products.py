@@ -6,9 +6,8 @@ from typing import Any
 
 from ...primitives.values import permuted
 from ..fused.planning.plan import ForwardPlan
-from .byte_tiling import ByteTiling
 from .forward import HopperForwardProducts
-from .tiling import launched_registers
+from .tiling import ByteTiling, launched_registers
 from .wgmma import ColumnParts
 
 

@@ -19,8 +19,8 @@ from ...primitives.remembered import Remembered
 from ...primitives.swizzled_tiles import at_column, get_words, put_words
 from ...primitives.values import larger, narrow, smaller
 from ..fused.planning.plan import ForwardPlan
-from .byte_tiling import ByteTiling
 from .part_products import PartProducts
+from .tiling import ByteTiling
 from .wgmma import ROWS
 
 PIECE = 8  # numbers that a lane reads at a time

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper forward, as data."""
+"""Tiles of the Hopper forward, of keys and values of 16 bits or 8."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ L2 = 32 << 20  # bytes of K and V of the heads that are worked on together
 EVEN_STAGES = 2
 GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
+OF_BYTES = "_of_bytes"
+OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
+LARGEST = 65504.0  # of fp16
+CONVERTERS = 3  # of each warpgroup, where D is above 256
 FILE = Path(__file__).with_name("forward.json")
 COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
 
@@ -167,3 +171,34 @@ class HopperTiling(ForwardTiling):
         rows = q_stages * self.d + self.dv if self.separate_o else q_stages * max(self.d, self.dv)
         columns = self.d + self.dv + self.ones
         return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteTiling(HopperTiling):
+    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`; `parts` of them make a tile of keys.
+
+    `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
+    """
+
+    byte_stages: int
+    parts: int = 1  # type: ignore[misc]
+    scales_queries: bool = False
+
+    @property
+    def offset(self) -> float:
+        """P is as large as fp16 holds where its maximum may lag: bf16 has smaller numbers."""
+        return float(math.floor(math.log2(LARGEST) - self.threshold.most)) if self.scales_queries else 0.0
+
+    @property
+    def step(self) -> str:
+        return self.kernel + OF_BYTES
+
+    def registers(self, paged: bool) -> Registers:
+        return registers_for(self.warpgroups, self.blocks, paged, converts=True)
+
+    @property
+    def reads_far_ahead(self) -> bool:
+        return self.byte_stages > EVEN_STAGES * self.parts
+
+    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+        return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.key_box[0] * (self.d + self.dv)

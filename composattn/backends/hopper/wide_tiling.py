@@ -6,8 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..fused.tiles.tiling import ForwardTiling
-from .byte_tiling import CONVERTERS, OF_BYTES
-from .tiling import L2, ROWS, Registers, registers_for
+from .tiling import CONVERTERS, L2, OF_BYTES, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
