@@ -123,7 +123,8 @@ def _of_kernels(given: Tensors, how: Rounding, found: Rounded) -> QuantizedInput
         Quantized(packed_again(x, data), scale if how.scale == "head" else packed_again(x, scale), dtype=x.dtype)
         for x, data, scale in zip(given, found.data, found.scales, strict=True)
     ]
-    return QuantizedInputs(made[0], made[1]._replace(mean=found.mean), made[2])
+    q, k = (x._replace(rotated=how.hadamard) for x in made[:2])
+    return QuantizedInputs(q, k._replace(mean=found.mean), made[2])
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +155,7 @@ def _narrow(given: torch.Tensor, x: torch.Tensor, turned: bool, how: Rounding) -
     if how.scale == "head":
         scale = _by_head(scale)  # (1, H, 1, 1) of packed rows, which can mean nothing but heads
     data = narrowed(x_here * of_rows.reciprocal(), how.dtype)
-    return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype)
+    return Quantized(data, scale, wide=x if learns else None, dtype=given.dtype, rotated=turned)
 
 
 def _scales(x: torch.Tensor, turned: bool, how: Rounding) -> torch.Tensor:

@@ -36,6 +36,7 @@ class Quantized(NamedTuple):
     mean: (B, H, 1, D), what was taken from each row of k before; scores get it back. None: nothing was.
     wide: what was quantised, where it asks for a gradient; None elsewhere.
     dtype: what it was quantised from, and what `dequantised` gives.
+    rotated: whether `ca.quantize(hadamard=True)` turned its channels. Of q and k, both are or none.
     """
 
     data: torch.Tensor
@@ -43,6 +44,7 @@ class Quantized(NamedTuple):
     mean: torch.Tensor | None = None
     wide: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
+    rotated: bool = False
 
     def dequantised(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """data · scale, in `dtype`, rounded once; exact in 16 bits where scales are powers of two.

@@ -67,6 +67,7 @@ def in_eight_bits(
     `InvalidScale` of a negative number; under `debug_checks` also in a tensor, and where weights of fp16 overflow.
     """
     given = [_quantized(*each) for each in zip(("q", "k", "v"), tensors, scales, strict=True)]
+    _check_rotation(given[0], given[1])
     dtype = _out_dtype(given[0], out_dtype)
     if torch.is_grad_enabled() and any(x.wide is not None for x in given):
         given = [Quantized(x.dequantised(dtype), None, x.mean) for x in given]
@@ -87,6 +88,16 @@ def in_eight_bits(
     call = _widened(InEightBits(queries, k.data, v.data, score_mod, values, dtype), where, multiplies)
     _check_scales(call, (q.scale, k.scale, v.scale))
     return call
+
+
+def _check_rotation(q: Quantized, k: Quantized) -> None:
+    """Raises `UnsupportedOption`: products of a turned tensor and of one that is not mean nothing."""
+    if q.rotated != k.rotated:
+        turned, other = ("q", "k") if q.rotated else ("k", "q")
+        raise errors.UnsupportedOption(
+            f"{turned} was rotated by ca.quantize, and {other} was not; pass q and k of ca.quantize both, or quantise "
+            "with hadamard=False"
+        )
 
 
 def _widened(

@@ -51,6 +51,7 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert torch.equal(x.scale, y.scale), f"scales of {name}"
         assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8)), f"data of {name}"
         assert (x.mean is None) == (y.mean is None)
+        assert x.rotated == y.rotated, name
     if wanted.k.mean is not None:
         assert torch.equal(found.k.mean, wanted.k.mean)
 

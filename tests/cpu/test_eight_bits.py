@@ -598,6 +598,10 @@ def test_what_cannot_be_meant_is_refused_by_name() -> None:
             ca.attention(q, ca.Quantized(k, None, mean), v, return_lse=True)  # type: ignore[arg-type]
     with refused(errors.UnsupportedOption, "only k may have"):
         ca.attention(q, k, ca.Quantized(v, None, drawn(B, H, 1, DV)))
+    turned, plain = (ca.quantize(q, wide, wide, hadamard=hadamard) for hadamard in (True, False))
+    for others in ((q, turned.k), (turned.q, plain.k), (plain.q, turned.k), (turned.q, ca.Quantized(k))):
+        with refused(errors.UnsupportedOption, "hadamard=False"):
+            ca.attention(*others, v)
     with refused(errors.NotATensor, "k's data"):
         ca.attention(q, ca.Quantized(None), v)  # type: ignore[arg-type]
 
