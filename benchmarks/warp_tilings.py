@@ -39,13 +39,11 @@ class Shape(NamedTuple):
     warp_rows: int
     stages: int = 1
     blocks: int = 1
-    resident: bool = False
 
 
 NARROW = (
     Shape(128, 64, 32, blocks=2), Shape(128, 32, 32, blocks=2), Shape(128, 64, 16), Shape(128, 64, 16, stages=2),
-    Shape(128, 64, 16, resident=True), Shape(64, 64, 16, blocks=2), Shape(64, 64, 16, blocks=3),
-    Shape(128, 32, 32, 2, 2),
+    Shape(64, 64, 16, blocks=2), Shape(64, 64, 16, blocks=3), Shape(128, 32, 32, 2, 2),
 )  # fmt: skip
 CANDIDATES: dict[int, tuple[Shape, ...]] = {
     64: (*NARROW, Shape(128, 128, 32, blocks=2), Shape(128, 128, 16)),

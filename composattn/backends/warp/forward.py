@@ -105,7 +105,6 @@ class Rows(GroupRows):
         seen = self.look(n) if tested else None
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.copies.keys_there(step)
-        self.products.get_queries()
         tSrS = self.products.scores(step.stage)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         self.round(probabilities)

@@ -95,10 +95,7 @@ class Warp(Fixed):
 
 
 class WarpProducts(OutputProducts):
-    """S = Q Kᵀ and O += P V of one warp's rows.
-
-    Where `resident`, Q waits in registers for all tiles of keys, else it is read again with each of them.
-    """
+    """S = Q Kᵀ and O += P V of one warp's rows."""
 
     def __init__(self, tiling: Any, block: Any) -> None:
         self.keys, self.columns, self.steps = tiling.tile_n, tiling.dv, tiling.d // DEPTH
@@ -110,7 +107,6 @@ class WarpProducts(OutputProducts):
         self.v = MatrixTile(start_of(block.sV), tiling.tile_n, tiling.dv, Operand.RIGHT_COLUMNS)
         self.k_bytes, self.v_bytes = 2 * tiling.tile_n * tiling.d, 2 * tiling.tile_n * tiling.dv
         self.output_shape = self.warp.shape(tiling.dv)
-        self.tSrQ = [self.warp.left() for _ in range(self.steps)] if tiling.resident else None
 
     def probabilities(self) -> cute.Tensor:
         return self.warp.rounded(self.keys)
@@ -121,17 +117,11 @@ class WarpProducts(OutputProducts):
     def remembered(self, sums: cute.Tensor) -> Remembered:
         return self.warp.remembered(sums)
 
-    def resident_queries(self) -> list[cute.Tensor] | None:
-        """Registers for Q where it stays there."""
-        return self.tSrQ
-
-    def get_queries(self) -> None:
-        """Fills them."""
-        for step, registers in enumerate(self.tSrQ or ()):
-            self.warp.get(registers, self.q, 0, step)
-
     def wait(self, running: int) -> None:
         """Nothing: who reads a sum waits for it."""
+
+    def resident_queries(self) -> None:
+        """Q waits in no registers: it is read again with each tile of keys."""
 
     def put_output(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         raise NotImplementedError("rows leave from registers")
@@ -140,7 +130,7 @@ class WarpProducts(OutputProducts):
         """The products of queries and keys of a stage."""
         tSrS = self.warp.sums(self.keys)
         for step in range(self.steps):
-            left = self.warp.get(self.warp.left(), self.q, 0, step) if self.tSrQ is None else self.tSrQ[step]
+            left = self.warp.get(self.warp.left(), self.q, 0, step)
             for j in range(self.keys // ROWS):
                 self.warp.add(tSrS, left, self.k, j, step, j, stage * self.k_bytes)
         return tSrS

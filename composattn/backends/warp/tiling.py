@@ -41,16 +41,12 @@ def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarpTiling(ForwardTiling):
-    """Each warp has `warp_rows` of the query rows; K and V lie in `stages` each, and all threads copy.
-
-    `resident`: Q waits in registers for all tiles of keys.
-    """
+    """Each warp has `warp_rows` of the query rows; K and V lie in `stages` each, and all threads copy."""
 
     l2: ClassVar[int] = 24 << 20  # bytes of K and V of the heads that are worked on together
 
     warp_rows: int
     stages: int
-    resident: bool = False
     named_cutlass: bool = False
 
     @property
