@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import forward_tiling
-from composattn.backends.hopper.tiling import GUESSING, RowSteps
+from composattn.backends.hopper.tiling import GUESSING
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.mask import Mask
@@ -36,9 +36,6 @@ KEYS = 430
 HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
 
 
-WAYS = pytest.mark.parametrize("early", [True, False], ids=["early", "late"])  # when the output is rescaled
-
-
 def guessing(problem: Problem, program: Program, **changes: Any) -> ForwardPlan:
     """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
@@ -51,7 +48,6 @@ def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + HIDDEN[kv]
 
 
-@WAYS
 @pytest.mark.parametrize(
     ("grows", "d", "dtype", "mask"),
     [
@@ -66,7 +62,7 @@ def hidden_behind_70(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     ],
 )
 def test_rows_come_out_right_however_far_they_rise(
-    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, early: bool, generator: torch.Generator
+    grows: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
 ) -> None:
     q, k, v = (torch.randn(1, 1, KEYS, d, generator=generator) for _ in range(3))
     most = {"not": 1.0, "steadily": 60.0, "beyond fp32's exponents": 3000.0}.get(grows, 20.0)
@@ -78,7 +74,7 @@ def test_rows_come_out_right_however_far_they_rise(
     asked = ca.Attention(score_mod=score, mask_mod=mask)
     exact = ca.Attention(score_mod=score, mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
-    plan = guessing(Problem.of(q, k, v), asked.program, steps=RowSteps(rescale_early=early))
+    plan = guessing(Problem.of(q, k, v), asked.program)
     captured = [c.tensor for c in asked.program.captures]
     found = []
     for mode in (EAGER, LATE, random_mode(1)):
@@ -93,11 +89,8 @@ def test_rows_come_out_right_however_far_they_rise(
         torch.testing.assert_close(out_highest.double(), highest.double(), atol=1e-3, rtol=1e-5)
 
 
-@WAYS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_guesses_begin_again_behind_those_that_fail(
-    dtype: torch.dtype, early: bool, generator: torch.Generator
-) -> None:
+def test_guesses_begin_again_behind_those_that_fail(dtype: torch.dtype, generator: torch.Generator) -> None:
     """Keys of 41 tiles whose scores rise all the time: 8 tiles look for their maximum, later 16."""
     keys = 1300
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (70, keys, keys))
@@ -105,7 +98,7 @@ def test_guesses_begin_again_behind_those_that_fail(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     wanted, lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
     with emulating(LATE):
-        plan = guessing(Problem.of(q, k, v), Program(), steps=RowSteps(rescale_early=early))
+        plan = guessing(Problem.of(q, k, v), Program())
         out, out_lse, _ = EmulatedForward(plan)(q, k, v, 0.125)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
     assert out_lse is not None
@@ -125,7 +118,6 @@ MODS: dict[str, Any] = {
 }
 
 
-@WAYS
 @pytest.mark.parametrize(
     ("mod", "d", "dtype", "mask"),
     [
@@ -137,7 +129,7 @@ MODS: dict[str, Any] = {
     ],
 )
 def test_with_a_score_mod_rows_are_those_of_fp64(
-    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, early: bool, generator: torch.Generator
+    mod: str, d: int, dtype: torch.dtype, mask: Mask | None, generator: torch.Generator
 ) -> None:
     """Two heads on one; a row whose scores are all below -2^25 sees nothing, whichever tile it was hidden in."""
     q = torch.randn(1, 2, KEYS, d, generator=generator).to(dtype)
@@ -146,7 +138,7 @@ def test_with_a_score_mod_rows_are_those_of_fp64(
     exact = ca.Attention(score_mod=MODS[mod], mask_mod=mask, backend="reference")
     wanted, lse, highest = exact(q.double(), k.double(), v.double(), return_lse=True, return_max_scores=True)
     captured = [c.tensor for c in asked.program.captures]
-    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program, steps=RowSteps(rescale_early=early)))
+    forward = EmulatedForward(guessing(Problem.of(q, k, v), asked.program))
     with emulating(LATE):
         out, out_lse, out_highest = forward(q, k, v, d**-0.5, captured)
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)

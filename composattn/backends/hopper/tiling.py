@@ -59,13 +59,11 @@ def launched_registers(warpgroups: int, blocks: int) -> int:
 class RowSteps:
     """In which order a warpgroup's rows go from one tile of keys to the next.
 
-    `rescale_early`: the output is rescaled while scores are computed, not after it was accumulated (where rows guess,
-    in tiles that look for their maximum). `output_wait`: behind which of a thread's exponentials the output's product
-    is waited for, the first one or half of them; None: wherever the compiler likes, which may be before any. `written`:
-    how products are, see `fused/tiles/written.py`.
+    `output_wait`: behind which of a thread's exponentials the output's product is waited for, the first one or half of
+    them; None: wherever the compiler likes, which may be before any. `written`: how products are, see
+    `fused/tiles/written.py`.
     """
 
-    rescale_early: bool = False
     output_wait: Literal["first", "half"] | None = None
     written: Written = "whole"
 

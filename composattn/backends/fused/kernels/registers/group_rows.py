@@ -246,14 +246,12 @@ class GroupRows(OutputRows[Any]):
             v_slot = v_slot.next()
         return k_slot, v_slot
 
-    def issue(self, n, k_slot, v_slot, early):
+    def issue(self, n, k_slot, v_slot):
         """Starts scores of kv tile `n` and the output of the tile before it; gives what mods read, and the scores."""
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.block.k_edge.wait(k_slot)
         self.me.turns.take(self.me.number)
         tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
-        if early:
-            self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.me.turns.give(self.me.number)
@@ -264,7 +262,7 @@ class GroupRows(OutputRows[Any]):
     def step(self, n, tested, k_slot, v_slot):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         seen = self.look(n) if tested else None
-        ahead, tSrS = self.issue(n, k_slot, v_slot, self.tiling.steps.rescale_early)
+        ahead, tSrS = self.issue(n, k_slot, v_slot)
         if self.tiling.steps.output_wait is None:
             self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
@@ -273,8 +271,7 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
         self.round(probabilities)
-        if not self.tiling.steps.rescale_early:
-            self.rescale_output()
+        self.rescale_output()
 
     def is_negative(self, probabilities):
         """Whether one of them is, which none is: a release that hangs on it stands behind its exponential.
@@ -286,8 +283,6 @@ class GroupRows(OutputRows[Any]):
         return probabilities[0, column] < 0.0
 
     def last_product(self, v_slot):
-        if self.tiling.steps.rescale_early:
-            self.rescale_output()
         self.block.v_edge.wait(v_slot)
         self.products.issue_output(self.tOrO, self.tOrP, v_slot)
         self.products.wait(0)

@@ -57,18 +57,11 @@ class GuessingRows(GroupRows):
             i += 1
             k_slot = k_slot.next()
             v_slot = v_slot.next()
-        if const_expr(self.tiling.steps.rescale_early):
-            self.settle()
         return i, k_slot, v_slot
-
-    def settle(self):
-        """The output is that of the maxima: a guess raises none."""
-        self.rescale_output()
-        self.rescale.fill(1.0)
 
     def guessed_step(self, n, k_slot, v_slot):
         """`step` by a speculative maximum; returns whether the tile was computed again."""
-        ahead, tSrS = self.issue(n, k_slot, v_slot, early=False)
+        ahead, tSrS = self.issue(n, k_slot, v_slot)
         before = [self.softmax.total[r] for r in range(self.me.shape.rows)]
         scores = self.products.remembered(tSrS)
         tile = self.tile(scores, n)
@@ -95,7 +88,7 @@ class GuessingRows(GroupRows):
             tSrS = self.products.issue_scores(self.q_slot, k_slot, self.tSrQ)
             self.products.wait(0)
             narrow(self.tOrP, self.probabilities(tSrS, n, ahead, False, None, first=False))
-            self.settle()
+            self.rescale_output()
 
     def normalize(self):
         normalizer = cute.make_rmem_tensor(2, Float32)
