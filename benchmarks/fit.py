@@ -5,7 +5,7 @@
 
 Of each sample (head dimension, score mod, mask) it compiles the plan as the tables have it, then with more by 16 as
 long as nothing spills and no product waits for another one (ptxas' warning C7510), or with less until that is so. The
-file says what the tables take and the most that fits: who changes "taken" and "by_mods" of `hopper/backward.json`, or
+file says what the tables take and the most that fits: who changes "resident" of `hopper/backward.json`, or
 "taken" of `hopper/forward.json`, reads it, and a test holds the tables to it.
 """
 

@@ -27,7 +27,6 @@ from .backward_tiling import FILE, ExchangeBackwardTiling, HopperBackwardTiling,
 from .tiling import ROWS
 
 KEYS = 128  # of a tile
-HELD_A_REGISTER = 4  # columns of 64 keys, that a register of 128 threads has
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
 IN_ORDER_AT_A_DOCUMENT = 16  # query heads, in a fixed order: fewer tiles of one head wait for each other
 Blocks = Literal["a block a tile", "blocks stay", "a block a tile, clears"]  # dQ, beside its first query tiles
@@ -97,9 +96,9 @@ FIELDS: dict[str, Table[Any]] = {
     name: table(FILE, name) for name in ("dq_leaves", "bends_early", "tries_first", "distances", "written", "dq_begins")
 }
 STAYS: Table[list[dict[str, Any]]] = table(FILE, "stays")
-# registers that are taken beside the products: of all rows that match; and by mods, of the first one
-TAKEN: Table[int] = table(FILE, "taken")
-BY_MODS: Table[int] = table(FILE, "by_mods")
+# columns of V and K that may wait in registers, none of which spills (`benchmarks.fit`): they are read once a tile of
+# keys, not once a query tile, 1 to 22 % of what passes shared memory's port
+RESIDENT: Table[int] = table(FILE, "resident")
 HEADS: Table[list[Any]] = table(FILE, "heads")  # a rule, and its numbers
 AT_LAST: Table[Any] = table(FILE, "at_last")  # heads of a fixed order's last section, see `BackwardTiling`
 
@@ -175,23 +174,9 @@ def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:
         "d": -(-facts.d // step) * step,
         "dv": -(-facts.dv // step) * step,
     }
-    tilings = (kind(**fields | more) for more in first(STAYS, facts, **cut))
-    tiling = fitting(tilings, target)
-    return _holding(facts, cut, tiling) if tile.kind == "keys apart" else tiling
-
-
-def _holding(facts: Facts, cut: dict[str, Any], tiling: HopperBackwardTiling) -> HopperBackwardTiling:
-    """With as many columns of K and V in registers as there are any left: found by compiling, so that no more spill.
-
-    dK and dV of 64 keys take (d + dv) / 2 a thread, Sᵀ and dPᵀ tile_m / 2 each. With too few ptxas has one product wait
-    for the other, which takes 1.3 times as long. K and V that wait there are read once a tile of keys, not once a query
-    tile: 1 to 22 % of what passes shared memory's port, 0 to 4 % of the time.
-    """
-    taken = first(BY_MODS, facts) + sum(all_of(TAKEN, facts, **cut))
-    spare = tiling.registers.computing - (tiling.d + tiling.dv) // 2 - tiling.tile_m - taken
-    # K too only where a tile has 64 queries: some columns of it lose 1 % of D 64
-    most = tiling.dv + tiling.d * (tiling.tile_m == ROWS)
-    return dataclasses.replace(tiling, resident=min(max(0, spare) * HELD_A_REGISTER // 16 * 16, most))
+    # K too only where a tile has 64 queries
+    fields["resident"] = min(first(RESIDENT, facts, **cut), fields["dv"] + fields["d"] * (tile.queries == ROWS))
+    return fitting((kind(**fields | more) for more in first(STAYS, facts, **cut)), target)
 
 
 # Which heads run together, and of how many query heads a block sums: what meets in L2. Where tiles of keys differ in
