@@ -293,6 +293,12 @@ CLAIMED_CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, 
         None,
         1,
     ),
+    "short-causal": (
+        ("causal", torch.bfloat16, 2, 2, 170, 170, 128, 128, False, False),
+        CLAIMED | {"tile_m": 64},
+        None,
+        1,
+    ),
     "many-queries-on-few-keys": (
         ("plain", torch.bfloat16, 1, 1, 330, 150, 72, 72, False, False),
         CLAIMED | {"persistent": False, "tile_m": 64},
