@@ -232,7 +232,7 @@ def test_queries_on_few_keys_claim_dq_at_d_72(queries: int, stays: bool) -> None
     assert tiling.claimed_parts > 0 and tiling.persistent == stays
 
 
-@pytest.mark.parametrize(("batch", "length", "pieces"), [(107, 600, 1), (107, 1024, 4), (3, 600, 3)])
+@pytest.mark.parametrize(("batch", "length", "pieces"), [(107, 600, 1), (107, 1024, 4), (3, 600, 7)])
 def test_heads_of_a_group_are_summed_by_one_block_where_short_sequences_are_many(
     batch: int, length: int, pieces: int
 ) -> None:
