@@ -565,6 +565,6 @@ def test_a_plan_is_named_by_its_content() -> None:
 
 
 def test_a_plan_prints_what_it_does() -> None:
-    text = str(plan("alibi", "causal"))
+    text = str(plan(mask="causal"))
     for word in ("forward_guessing on hopper", "128 queries", "resident 128", "bytes shared"):
         assert word in text
