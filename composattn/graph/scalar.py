@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 from .. import errors
+from .dynamo import is_traced
 from .expr import Dep, DType, Expr, make
 from .proxies import Symbolic
 
@@ -16,6 +17,15 @@ from .proxies import Symbolic
 def _is_number(value: Any) -> bool:
     """A Python int or float, or a number of numpy's; other kinds (Fraction) are no numbers of a kernel."""
     return isinstance(value, (int, float)) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
+
+
+def _refuse_traced() -> None:
+    """Compiled code writes to objects when all of its operators have run, which would read the number of before."""
+    if is_traced():
+        raise errors.UnsupportedCapture(
+            "a ca.scalar is made or set in a compiled region; do it outside, or capture the number itself, or a 0-d "
+            "tensor"
+        )
 
 
 class Scalar(Symbolic):
@@ -36,6 +46,7 @@ class Scalar(Symbolic):
     number: int  # by which compiled code knows it, in this process
 
     def __init__(self, value: float | int) -> None:
+        _refuse_traced()
         if isinstance(value, bool) or not _is_number(value):
             raise errors.UnsupportedCapture(
                 f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
@@ -55,6 +66,7 @@ class Scalar(Symbolic):
 
     @value.setter
     def value(self, value: float | int) -> None:
+        _refuse_traced()
         whole = isinstance(value, numbers.Integral)
         if isinstance(value, bool) or not _is_number(value) or (self._expr.dtype.is_integer and not whole):
             raise errors.UnsupportedCapture(

@@ -312,6 +312,25 @@ def test_scalars_change_without_recompiling(generator: torch.Generator) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_a_scalar_that_a_region_makes_or_sets_is_refused_in_one_graph_and_right_elsewhere(
+    made: bool, generator: torch.Generator
+) -> None:
+    x, width = draw(generator), ca.scalar(4)
+
+    def forward(value: int) -> Any:
+        mine = ca.scalar(value) if made else width
+        mine.value = value
+        return ca.attention(*x, mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < mine))
+
+    with pytest.raises(Exception, match=r"UnsupportedCapture\('a ca.scalar is made or set in a compiled region"):
+        torch.compile(forward, fullgraph=True, backend="eager")(3)
+    torch._dynamo.reset()
+    for value in (9, 2):
+        wanted = ca.attention(*x, mask_mod=causal() & sliding_window(value - 1))
+        torch.testing.assert_close(torch.compile(forward, backend="eager")(value), wanted)
+
+
 def test_what_compiled_code_writes_to_a_captured_tensor_is_seen(generator: torch.Generator) -> None:
     ids = torch.zeros(LENGTH, dtype=torch.int64)
 
