@@ -188,7 +188,7 @@ def forward_class(problem: Problem, program: Program, target: Target) -> CallCla
 def _takes_less(apart: ForwardFacts, together: CallClass, heads: int) -> bool:
     """Whether so many heads that share tiles take so little time that it pays.
 
-    Equal tiles end in whole rounds, those of 192 rows take 1.25 times as long as those of 128: of 62 calls with no mask
+    Equal tiles end in whole rounds, those of 192 rows take 1.25 times as long as those of 128: of 60 calls with no mask
     it says the time together over that apart to 0.04 in the mean (sweeps/h200-packing.json, h200-near-claims.json).
     """
     problem, program, form = apart.problem, apart.program, first(TABLE, apart)
