@@ -199,6 +199,20 @@ def test_after_the_context_and_inside_of_it_torch_is_what_it_was() -> None:
     assert F.scaled_dot_product_attention is theirs and eval_frame._stance == stance
 
 
+def test_threads_have_backends_of_their_own(monkeypatch: Any) -> None:
+    seen, ours, q = [], composattn.attention, torch.randn(1, 2, 5, 8)
+    monkeypatch.setattr(sdpa, "attention", lambda *a, **k: (seen.append(k["backend"]), ours(*a, **k))[1])
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        entered = [(one, sdpa.routed("reference")), (other, sdpa.routed("streaming"))]
+        for thread, context in entered:
+            thread.submit(context.__enter__).result()
+        for thread, _ in entered:
+            thread.submit(F.scaled_dot_product_attention, q, q, q).result()
+        for thread, context in entered:
+            thread.submit(context.__exit__, None, None, None).result()
+    assert seen == ["reference", "streaming"]
+
+
 def test_contexts_of_threads_that_leave_in_any_order_leave_nothing_behind() -> None:
     stance, first, second = eval_frame._stance, sdpa.routed(), sdpa.routed()
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
