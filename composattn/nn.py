@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .api import MaskMod, ScoreMod, attention
-from .call.checks import refuse_arguments
+from .call.checks import OF_MODULES, refuse_arguments
 from .call.schedule import Schedule
 from .call.sequences import Paged, Varlen
 from .graph import copies
@@ -69,7 +69,7 @@ class Attention(torch.nn.Module):
         schedule: Schedule | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_arguments(surplus, unknown)
+        refuse_arguments(surplus, unknown, OF_MODULES)
         super().__init__()
         self.scale, self.backend, self.deterministic, self.schedule = scale, backend, deterministic, schedule
         self.dropout_p = dropout_p
@@ -95,7 +95,7 @@ class Attention(torch.nn.Module):
         **unknown: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """out, and what else is asked for; shapes, gradients and errors as in `ca.attention`."""
-        refuse_arguments(surplus, unknown)
+        refuse_arguments(surplus, unknown, OF_MODULES)
         score_mod, mask_mod, sinks = self._mods()
         return attention(
             q,

@@ -9,7 +9,7 @@ In use:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import TracebackType
 
@@ -103,8 +103,21 @@ _CALLED_WITH = (
 _ELSEWHERE |= {name: f"it belongs to the call: composattn.Attention(...)(q, k, v, {name}=...)" for name in _CALLED_WITH}
 
 
-def refuse_arguments(surplus: Sequence[object], unknown: Iterable[str]) -> None:
-    """Raises `UnnamedArgument` for what stands behind q, k and v, `UnknownKeyword` for a name that is no argument."""
+OF_MODULES = {f"{name}_scale": f"pass {name} as composattn.Quantized({name}, {name}_scale)" for name in "qkv"} | {
+    "out_dtype": "out of a q of 8 bits is bf16 here; composattn.attention takes out_dtype",
+    "context_parallel": "call the module inside of `with cp:`, after cp.plan(module, seq_len)",
+    "dropout_seed": "torch.manual_seed repeats what is dropped; composattn.attention takes dropout_seed",
+}
+"""What a `composattn.nn.Attention` does not take, and other calls do."""
+
+
+def refuse_arguments(
+    surplus: Sequence[object], unknown: Iterable[str], elsewhere: Mapping[str, str] = _ELSEWHERE
+) -> None:
+    """Raises `UnnamedArgument` for what stands behind q, k and v, `UnknownKeyword` for a name that is no argument.
+
+    elsewhere: names, and what to write instead; those that it has not are looked for among all.
+    """
     if surplus:
         raise errors.UnnamedArgument(
             f"an argument of type {type(surplus[0]).__name__} has no name here; only q, k and v of a call have none: "
@@ -112,7 +125,8 @@ def refuse_arguments(surplus: Sequence[object], unknown: Iterable[str]) -> None:
         )
     for name in unknown:
         near = difflib.get_close_matches(name, (*_MADE_WITH, *_CALLED_WITH), 1)
-        instead = _ELSEWHERE.get(name) or (f"was {near[0]} meant?" if near else "see help(composattn.attention)")
+        instead = elsewhere.get(name) or _ELSEWHERE.get(name)
+        instead = instead or (f"was {near[0]} meant?" if near else "see help(composattn.attention)")
         raise errors.UnknownKeyword(f"attention has no argument {name!r} here; {instead}")
 
 

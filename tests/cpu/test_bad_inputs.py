@@ -237,6 +237,13 @@ def test_what_stands_behind_q_k_and_v_is_asked_for_by_its_name() -> None:
 def test_an_argument_at_the_wrong_place_or_nearly_named_is_told_where_it_belongs() -> None:
     with pytest.raises(errors.UnknownKeyword, match=r"an Attention is made with it: composattn.Attention\(mask_mod="):
         ca.Attention()(*qkv(), mask_mod=masks.causal())  # type: ignore[call-overload]
+    with pytest.raises(errors.UnknownKeyword, match=r"it is called scale here"):
+        ca.attention(*qkv(), sm_scale=1.0)  # type: ignore[call-overload]
+    for name, instead in (("k_scale", r"Quantized\(k, k_scale\)"), ("context_parallel", "with cp:")):
+        with pytest.raises(errors.UnknownKeyword, match=instead):
+            ca.nn.Attention()(*qkv(), **{name: 1.0})
+    with pytest.raises(errors.UnknownKeyword, match=r"torch\.manual_seed"):
+        ca.nn.Attention(dropout_seed=1)
     with pytest.raises(errors.UnknownKeyword, match=r"it belongs to the call: .*\(q, k, v, varlen="):
         ca.Attention(varlen=None)
     with pytest.raises(errors.UnknownKeyword, match="was mask_mod meant"):
