@@ -76,7 +76,7 @@ DECODES = [
 ]
 SHAPES = [
     *DECODES,
-    *(Shape(batch, (128, 1), 1, 32768, (576, 512)) for batch in (1, 4, 16, 64)),
+    *(Shape(batch, (heads, 1), 1, 32768, (576, 512)) for heads in (16, 32, 64, 128) for batch in (1, 4, 16, 64)),
     *(Shape(16, (32, 8), 1, kv_len, (d, d)) for d in (64, 96, 192, 256) for kv_len in (1024, 32768)),
     Shape(16, (32, 8), 1, 32768, kind="e5m2"),
     Shape(16, (32, 8), 1, 32768, dtype=torch.float16),
