@@ -34,7 +34,7 @@ VALUES: dict[str, list[Any]] = {
     "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
     "seen": [*BANDS],
     "length": [*BANDS], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8],
-    "ratio": [0, 1, 4, 8, 50],
+    "ratio": [0, 1, 4, 8, 50], "key_tiles": [1, 2, 4, 8, 30],
     "pairs": [True, False],
 }  # fmt: skip
 

@@ -38,12 +38,14 @@ class BackwardClass(CallClass):
     """Backward calls that are cut alike.
 
     `group`: query heads of a key/value head. `ratio`: so many times as many queries as keys, of dense calls.
-    `pairs`: a tensor is read at each pair, or a test computes as much, of no wider V than K. `largest`: queries of the
-    largest tile for which registers are left, found by compiling; above D 128, where tiles have 64, keys.
+    `key_tiles`: of a sequence, which may all add to a part of dQ. `pairs`: a tensor is read at each pair, or a test
+    computes as much, of no wider V than K. `largest`: queries of the largest tile for which registers are left, found
+    by compiling; above D 128, where tiles have 64, keys.
     """
 
     group: int
     ratio: int
+    key_tiles: int
     pairs: bool
     largest: int
 
@@ -124,6 +126,7 @@ def backward_class(problem: Problem, program: Program, target: Target, determini
         **vars(call),
         group=problem.group,
         ratio=problem.q_len // max(1, problem.kv_len) if problem.layout.is_dense else 1,
+        key_tiles=_tiles(problem),
         pairs=call.d >= call.dv and first(OF_CLASS["pairs"], call),
         largest=first(OF_CLASS["largest"], call),
     )
@@ -196,23 +199,20 @@ def _documents(facts: Facts, heads: int, at_once: int, by: str = "pieces") -> He
 
 
 def _many(facts: Facts, together: int | None = None) -> HeadsOf:
-    """Pieces of four heads, three, half of them or one, that make two rounds of blocks, as a section has.
+    """Pieces of four heads, three or half of them; of one where these make less than 1.2 rounds: 0.7 of the time.
 
-    Where half of the heads make 1.2 or 1.5 rounds, one takes 0.78 and 0.91 of the time (sweeps/h200-near-claims.json).
-
-    `together`: so many heads of a section, of packed sequences, which have other rows at each call; their tiles lie
-    together.
+    A section has two rounds of blocks, of a power of two of heads; packed sequences, cut anew at each call, `together`.
     """
-    group, sms, tiles = facts.problem.group, facts.target.sms, _tiles(facts)
+    group, sms, tiles = facts.problem.group, facts.target.sms, _tiles(facts.problem)
     several = -(-group // next((n for n in (4, 3) if group % n == 0), 2))
     blocks = tiles * facts.problem.kv_heads * (1 if together else facts.problem.batch)
-    pieces = next((n for n in (several, group // 2) if blocks * n >= 1.9 * sms), group)
+    pieces = next((n for n, rounds in ((several, 1.9), (group // 2, 1.2)) if blocks * n >= rounds * sms), group)
     return -(-group // pieces), together or _power_of_two(2 * sms / (tiles * pieces))
 
 
-def _tiles(facts: Facts, keys: int = KEYS) -> int:
+def _tiles(problem: Problem, keys: int = KEYS) -> int:
     """Tiles of keys of a head; of packed sequences those of all."""
-    return max(1, -(-facts.problem.kv_len // keys))
+    return max(1, -(-problem.kv_len // keys))
 
 
 def _power_of_two(number: float) -> int:
@@ -223,7 +223,7 @@ def _power_of_two(number: float) -> int:
 # "one round": key/value heads that fill the SMs once
 RULES: dict[str, Callable[..., HeadsOf]] = {
     "so many": lambda facts, together: (0, together),
-    "one round": lambda facts: (0, max(1, round(facts.target.sms / _tiles(facts)))),
+    "one round": lambda facts: (0, max(1, round(facts.target.sms / _tiles(facts.problem)))),
     "whole": lambda facts: (
         0,
         IN_ORDER_AT_A_DOCUMENT * 128 // max(64, facts.problem.head_dim, facts.problem.head_dim_v),
@@ -238,7 +238,7 @@ def heads_of(facts: Facts, keys: int, at_once: int) -> dict[str, int | None]:
 
     `at_once`: tiles of so many `keys` that run at once.
     """
-    problem, tiles = facts.problem, _tiles(facts, keys)
+    problem, tiles = facts.problem, _tiles(facts.problem, keys)
     rule, *numbers = first(HEADS, facts)
     a_piece, together = RULES[rule](facts, *numbers)
     fields = {"heads_a_piece": a_piece, "heads_together": problem.schedule.heads_together or together}
