@@ -141,7 +141,7 @@ class WarpBackwardTiling(BackwardTiling):
         numbers = (self.tile_n + self.stages * self.tile_m) * (self.d + self.dv)
         weights = (2 - self.keeps_weights) * self.tile_m * self.tile_n
         statistics = 2 * self.stages * self.tile_m
-        return element_bytes * (numbers + weights) + 4 * (statistics + self.distances) + 1024
+        return element_bytes * (numbers + weights) + 4 * (statistics + self.distances)
 
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
@@ -164,14 +164,14 @@ def _chosen(rows: Table[Any], call: CallClass, target: Target, made: Callable[[A
 
 
 def forward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], heads: int = 1) -> WarpTiling:
-    """A tiling with these fields, for D and Dv on chip and so many packed heads."""
-    d, dv = dims
-    scheduler, together = Scheduler.asked(problem.schedule.persistent), problem.schedule.heads_together
-    return WarpTiling(**said, d=d, dv=dv, packed_heads=heads, heads_together=together, scheduler=scheduler)
+    """A tiling with these fields, for D and Dv on chip and so many packed heads; a call may ask for its scheduler."""
+    asked, together = Scheduler.asked(problem.schedule.persistent), problem.schedule.heads_together
+    scheduler = Scheduler((asked, said.get("scheduler", asked))[problem.schedule.persistent is None])
+    fields = said | {"d": dims[0], "dv": dims[1], "scheduler": scheduler}
+    return WarpTiling(**fields, packed_heads=heads, heads_together=together)
 
 
 def backward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], program: Program) -> WarpBackwardTiling:
     """A tiling with these fields, for D and Dv on chip."""
-    d, dv = dims
-    tiling = WarpBackwardTiling(**said, d=d, dv=dv, heads_together=problem.schedule.heads_together)
+    tiling = WarpBackwardTiling(**said, d=dims[0], dv=dims[1], heads_together=problem.schedule.heads_together)
     return tiling.with_distances() if sums_by(program, Pattern.DISTANCE) else tiling
