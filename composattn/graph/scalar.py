@@ -19,9 +19,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, numbers.Real) and hasattr(value, "item"))
 
 
-def _refuse_traced() -> None:
-    """Compiled code writes to objects when all of its operators have run, which would read the number of before."""
-    if is_traced():
+def _refuse_traced(scalar: Scalar) -> None:
+    """Compiled code writes to objects when all of its operators have run, which would read the number of before.
+
+    Other kinds than a user's are given to operators as they are.
+    """
+    if is_traced() and scalar.__class__ is Scalar:
         raise errors.UnsupportedCapture(
             "a ca.scalar is made or set in a compiled region; do it outside, or capture the number itself, or a 0-d "
             "tensor"
@@ -46,7 +49,7 @@ class Scalar(Symbolic):
     number: int  # by which compiled code knows it, in this process
 
     def __init__(self, value: float | int) -> None:
-        _refuse_traced()
+        _refuse_traced(self)
         if isinstance(value, bool) or not _is_number(value):
             raise errors.UnsupportedCapture(
                 f"ca.scalar takes a Python int or float, got {type(value).__name__}; "
@@ -66,7 +69,7 @@ class Scalar(Symbolic):
 
     @value.setter
     def value(self, value: float | int) -> None:
-        _refuse_traced()
+        _refuse_traced(self)
         whole = isinstance(value, numbers.Integral)
         if isinstance(value, bool) or not _is_number(value) or (self._expr.dtype.is_integer and not whole):
             raise errors.UnsupportedCapture(
