@@ -137,13 +137,14 @@ def test_warpgroups_meet_nowhere_in_the_loop(d: int, folder: Path) -> None:
 ADDS = "REDG.E.ADD.F32x4"
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_dq_is_added_while_dk_runs(d: int, folder: Path) -> None:
-    made = compile_offline(plans("plain-causal", d).main, folder)
+@pytest.mark.parametrize(("mods", "d"), [("plain-causal", 64), ("alibi-causal", 128)])
+def test_dq_is_added_while_dk_runs(mods: str, d: int, folder: Path) -> None:
+    plan = plans(mods, d).main
+    made = compile_offline(plan, folder)
     kinds = [i.text.split(" ;")[0] for i in made.instructions if i.text.startswith((ADDS, "WARPGROUP.DEPBAR"))]
     if kinds:
         first = next(n for n, text in enumerate(kinds) if text.startswith(ADDS))
-        additions = plans("plain-causal", d).main.tiling.tile_m * d // 1024
+        additions = plan.tiling.tile_m * d // 1024
         assert "0x1" in kinds[first - 1] and "0x0" in kinds[first + additions]
 
 
