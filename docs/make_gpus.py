@@ -1,10 +1,11 @@
-"""Writes the tables of docs/gpus.md: which GPU has which kernels, and how those of warps cut a call there.
+"""Writes the tables of docs/gpus.md: which GPU has which kernels, how those of warps cut a call there, and what spills.
 
 python docs/make_gpus.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from composattn.call.problem import Problem
 from composattn.mods import alibi, causal, softcap
 
 PAGE = Path(__file__).with_name("gpus.md")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "compiled"
 MODS = {
     "causal": {"mask_mod": causal()},
     "causal, soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
@@ -63,9 +65,23 @@ def tiles() -> Iterator[str]:
             yield f"| {d} | {words} | {' | '.join(cells)} |"
 
 
+def spills() -> Iterator[str]:
+    """Kernels of the compile matrix by machine code: how many, how many spill, and which."""
+    yield "| machine code | direction | kernels | spill nothing | moves of spilled registers in the others |"
+    yield "|---|---|---|---|---|"
+    for direction, file in (("forward", "warp.json"), ("backward", "warp-backward.json")):
+        kept = json.loads((RESULTS / file).read_text())
+        at = kept["fields"].index("spills")
+        moves = {name: row[at] for name, row in kept["rows"].items()}
+        for arch in dict.fromkeys(name.split()[0] for name in moves):
+            of_arch = {name.removeprefix(f"{arch} "): n for name, n in moves.items() if name.startswith(f"{arch} ")}
+            some = "; ".join(f"{name} {count}" for name, count in of_arch.items() if count)
+            yield f"| {arch} | {direction} | {len(of_arch)} | {list(of_arch.values()).count(0)} | {some} |"
+
+
 def page() -> str:
     text = PAGE.read_text()
-    for name, rows in (("gpus", gpus()), ("tiles", tiles())):
+    for name, rows in (("gpus", gpus()), ("tiles", tiles()), ("spills", spills())):
         text = between(text, "\n".join(rows), name, "docs/make_gpus.py")
     return text
 

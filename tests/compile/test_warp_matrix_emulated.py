@@ -17,7 +17,7 @@ from composattn.backends.fused.running.emulated import emulating
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import Case, check, make_case, make_paged_case, make_varlen_case
-from tests.compile.warp_matrix import DIMS, GPUS, LAYOUTS
+from tests.compile.warp_matrix import ARCHES, DIMS, GPUS, LAYOUTS
 from tests.compile.warp_matrix import MODS as COMPILED
 from tests.support import planned_as
 
@@ -35,7 +35,6 @@ MODS: dict[str, dict[str, Any]] = {
     "block-sparse": {"mask_mod": ca.BlockSparse(BLOCKS, 64)},
 }
 SPLIT = ca.Schedule(split_kv=2)
-ARCHES = [arch for arch in GPUS if arch != "sm_87"]  # which has the plans of sm_80
 BY_DAY = {("sm_86", "causal", "split"), ("sm_121a", "documents", "split")}
 
 
