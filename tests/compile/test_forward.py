@@ -216,7 +216,7 @@ def test_the_outputs_product_is_waited_for_behind_the_first_exponentials(name: s
 @pytest.mark.parametrize(
     ("mask", "d", "dv", "length", "behind"),
     [
-        ("full", 128, 128, 2048, 5),
+        ("full", 128, 128, 1024, 5),
         ("window", 128, 128, LONG, 5),
         ("causal", 192, 128, LONG, 5),
         ("full", 128, 128, LONG, 32),  # where maxima are guessed
@@ -399,7 +399,6 @@ def test_long_documents_are_in_large_blocks_that_stay() -> None:
             assert long.persistent and long.q_stages == 2
         assert not cut(128, 8192, causal() & mask, persistent=False).persistent
     assert cut(64, 8192, causal(), batch_invariant=True).kernel == "forward"
-    assert {cut(128, 2048, None).kernel, cut(128, 2048, causal()).kernel} == {"forward"}
 
 
 def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> None:
@@ -407,6 +406,7 @@ def test_up_to_d_128_a_tile_with_no_test_is_not_searched_for_its_maximum() -> No
     assert [cut(64, 8192, mask).stages for mask in (None, causal())] == [3, 3] and cut(128, 8192).stages == 2
     assert cut(64, 8192, batch_invariant=True).kernel == "forward"
     assert [cut(128, length, causal()).kernel for length in (2048, 4096)] == ["forward", GUESSING]
+    assert [cut(128, length).kernel for length in (1024, 2048)] == ["forward", GUESSING]
     assert cut(192, 8192).kernel == "forward"
 
 
@@ -435,10 +435,12 @@ def test_sums_are_noted_by_warps_that_rescale_or_of_wide_outputs_under_both_prod
     d: int, length: int, folder: Path
 ) -> None:
     """Their logarithms, and two shuffles a row, stand behind a branch that few tiles take."""
-    artifact = compile_offline(plan(d=d, length=length), folder)
+    mask = "causal" if d == 128 else "full"  # up to D 128 tiles with no mask guess
+    artifact = compile_offline(plan(mask=mask, d=d, length=length), folder)
     if not artifact.instructions:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    (loop,) = [loop for loop in inner_loops(artifact.instructions) if loop.multiplies]
+    loops = [loop for loop in inner_loops(artifact.instructions) if loop.multiplies]
+    loop = min(loops, key=lambda loop: len(loop.body))  # that of tiles with no test
     names = [instruction.name for instruction in loop.body]
     (vote,) = [at for at, name in enumerate(names) if name == "VOTE"]
     behind = vote if d == 128 else max(at for at, name in enumerate(names) if name == "HGMMA")
