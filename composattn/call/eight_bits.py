@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import errors
-from ..graph.expr import has_no_shape
+from ..graph.expr import refuse_lazy
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The types of quantised tensors."""
@@ -99,8 +99,7 @@ def scale_tensor(name: str, scale: Any, device: torch.device) -> torch.Tensor:
     Raises: `NotATensor`, `UnsupportedLayout`, `UnsupportedDType`, `InvalidScale` of a number that is negative or that
     fp32 does not hold.
     """
-    if has_no_shape(scale):
-        raise errors.UnsupportedLayout(f"{name}_scale is a lazy parameter without a shape; run its module once before")
+    refuse_lazy(f"{name}_scale", scale)
     if isinstance(scale, torch.Tensor):
         if not scale.is_floating_point():
             raise errors.UnsupportedDType(f"{name}_scale is {scale.dtype}; pass floats: {name}_scale.float()")

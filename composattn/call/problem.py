@@ -11,7 +11,7 @@ import torch
 
 from .. import errors
 from ..analysis.strips import Strips
-from ..graph.expr import has_no_shape
+from ..graph.expr import refuse_lazy
 from ..graph.foreign import is_fake, reason_against
 from ..graph.linear import MOST
 from ..graph.sizes import differ, surely
@@ -282,8 +282,7 @@ def refuse_foreign(name: str, t: torch.Tensor) -> None:
 
     `UnsupportedTransform` for a DTensor, and for any tensor below torch.jit.trace.
     """
-    if has_no_shape(t):
-        raise errors.UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
+    refuse_lazy(name, t)
     reason = reason_against(t)
     if reason is not None:
         raise errors.UnsupportedLayout(f"{name} is {reason}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TypeMismatch
+from ..errors import TypeMismatch, UnsupportedLayout
 
 
 class DType(enum.Enum):
@@ -63,6 +63,12 @@ def promote(*types: DType) -> DType:
 def has_no_shape(value: object) -> bool:
     """Whether `value` is a parameter or buffer of a lazy module that did not run yet."""
     return isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
+def refuse_lazy(name: str, value: object) -> None:
+    """Raises `UnsupportedLayout` for what `has_no_shape`."""
+    if has_no_shape(value):
+        raise UnsupportedLayout(f"{name} is a lazy parameter without a shape; run its module once before")
 
 
 class Capture:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..graph.expr import has_no_shape
+from ..graph.expr import refuse_lazy
 from .mod import Mod
 
 _FORM = repr(("steps", 1, (("op:read", "t0", "h"),), "x0"))
@@ -32,8 +32,7 @@ class Sink(Mod):
             return given
         if not isinstance(given, torch.Tensor):
             raise errors.NotATensor(f"sinks is a {type(given).__name__}; pass a float tensor (Hq,), a number per head")
-        if has_no_shape(given):
-            raise errors.UnsupportedLayout("sinks is a lazy parameter without a shape; run its module once before")
+        refuse_lazy("sinks", given)
         if given.ndim != 1:
             raise errors.WrongRank(f"sinks has shape {tuple(given.shape)}; it must be (Hq,), a number per query head")
         if not given.is_floating_point():
