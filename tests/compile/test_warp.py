@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
@@ -34,13 +36,18 @@ def cells(matrix: Matrix, by_day: set[str]) -> list[object]:
     ]
 
 
+def mnemonics_of_fitting(cell: Cell) -> Mapping[str, int]:
+    """How often its machine code has each instruction; it is for its GPU and has room there."""
+    made = compile_offline(cell.plan)
+    assert f".target {cell.target.arch}" in made.ptx
+    assert made.spills <= cell.may_spill
+    assert cell.plan.shared_memory <= cell.target.shared_memory
+    return made.mnemonics
+
+
 @pytest.mark.parametrize("cell", cells(FORWARD, BY_DAY))
 def test_a_kernel_fits_into_its_gpu(cell: Cell) -> None:
-    plan, target = cell.plan, cell.target
-    made, found = compile_offline(plan), compile_offline(plan).mnemonics
-    assert f".target {target.arch}" in made.ptx
-    assert made.spills <= cell.may_spill
-    assert plan.shared_memory <= target.shared_memory
+    plan, target, found = cell.plan, cell.target, mnemonics_of_fitting(cell)
     # a score takes D / 16 of a product's 256, and so does its share of the output
     tiles = found["HMMA"] * 16 * 8 * 16 / (2 * plan.tiling.warp_rows * plan.tiling.tile_n * cell.d)
     assert tiles in (1, 2), "tiles that the code has, one for each loop"
@@ -61,11 +68,7 @@ def test_kernels_of_one_query_fit(arch: str) -> None:
 
 @pytest.mark.parametrize("cell", cells(BACKWARD, BACKWARDS_BY_DAY))
 def test_a_backward_fits_into_its_gpu(cell: BackwardCell) -> None:
-    plan, target = cell.plan, cell.target
-    made, found = compile_offline(plan), compile_offline(plan).mnemonics
-    assert f".target {target.arch}" in made.ptx
-    assert made.spills <= cell.may_spill
-    assert plan.shared_memory <= target.shared_memory
+    plan, found = cell.plan, mnemonics_of_fitting(cell)
     # five products of a tile, of 16 x 8 x 16 each, in one loop for each run of queries
     tiles = (
         found["HMMA"] * 16 * 8 * 16 * plan.tiling.threads // 32 / (5 * plan.tiling.tile_m * plan.tiling.tile_n * cell.d)
