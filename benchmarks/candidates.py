@@ -21,15 +21,17 @@ from composattn.backends.fused.planning.call_class import CallClass
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
-from composattn.backends.hopper.backward_choice import FORMS as BACKWARD_FORMS
+from composattn.backends.fused.tiles.tiling import Chosen
 from composattn.backends.hopper.backward_choice import (
+    BLOCKS,
+    TILES,
     BackwardClass,
     BackwardFacts,
     BackwardForm,
     backward_class,
-    backward_tiling,
-    form_of,
+    choose_backward,
 )
+from composattn.backends.hopper.backward_choice import FORMS as BACKWARD_FORMS
 from composattn.backends.hopper.backward_choice import serves as backward_serves
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
 from composattn.backends.hopper.forward_choice import (
@@ -37,8 +39,8 @@ from composattn.backends.hopper.forward_choice import (
     TABLE,
     ForwardFacts,
     ForwardForm,
+    choose_forward,
     forward_class,
-    forward_tiling,
     serves,
     tiling_of_form,
 )
@@ -77,7 +79,8 @@ def form_of_case(case: Case) -> str:
     """Which candidate the chosen form of a case is: no other call times it."""
     if case.direction == "forward":
         return str(first(TABLE, class_of_case(case)))
-    return str(form_of(backward_class_of_case(case)))
+    call = backward_class_of_case(case)
+    return str(BackwardForm(first(TILES, call), first(BLOCKS, call)))
 
 
 def _of_form(form: ForwardForm) -> Choose:
@@ -107,7 +110,7 @@ def _of_heads(together: bool) -> Choose:
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:
         schedule = dataclasses.replace(problem.schedule, pack_gqa=together)
-        return forward_tiling(dataclasses.replace(problem, schedule=schedule), program, target)
+        return choose_forward(dataclasses.replace(problem, schedule=schedule), program, target).tiling
 
     return choose
 
@@ -121,13 +124,13 @@ CANDIDATES: dict[Direction, dict[str, Choose]] = {
     "backward": {str(form): _of_backward_form(form) for form in BACKWARD_FORMS},
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}
-_CHOSEN: dict[Direction, Choose] = {"forward": forward_tiling, "backward": backward_tiling}
+_CHOSEN: dict[Direction, Choose] = {"forward": choose_forward, "backward": choose_backward}
 
 
 def others_of(case: Case) -> list[str]:
     """Candidates that have a tiling of their own for a case, which is not the chosen one."""
     call = (*call_of(case), HOPPER, *(() if case.direction == "forward" else (False,)))
-    taken, found = [_CHOSEN[case.direction](*call)], []
+    taken, found = [_CHOSEN[case.direction](*call).tiling], []
     for name, candidate in CANDIDATES[case.direction].items():
         with contextlib.suppress(AssertionError, ValueError):  # fields that exclude each other
             tiling = candidate(*call)
@@ -143,7 +146,7 @@ def cut_by(direction: Direction, name: str) -> Iterator[None]:
     before = dict(ARCHITECTURES)
 
     def choose(*call: Any) -> Any:
-        taken = [_CHOSEN[direction](*call)]
+        taken = [_CHOSEN[direction](*call).tiling]
         for other, candidate in CANDIDATES[direction].items():
             try:
                 tiling = candidate(*call)
@@ -152,12 +155,12 @@ def cut_by(direction: Direction, name: str) -> Iterator[None]:
             if other == name:
                 if tiling is None or tiling in taken:
                     raise NotServed("no tiling of its own")
-                return tiling
+                return Chosen(tiling, name)
             taken.append(tiling)
         raise KeyError(name)
 
-    fields: dict[str, Any] = {f"{direction}_tiling": choose}
-    ARCHITECTURES["hopper"] = dataclasses.replace(before["hopper"], **fields)
+    chooses: dict[str, Any] = {direction: choose}
+    ARCHITECTURES["hopper"] = dataclasses.replace(before["hopper"], **chooses)
     try:
         yield
     finally:

@@ -29,7 +29,6 @@ from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.tiles.architecture import architecture_of
 from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
@@ -121,15 +120,15 @@ class Drawn:
 
 def said(problem: Problem, mods: Program, target: Target, direction: str, deterministic: bool) -> Said:
     """What is planned, in numbers and words, and the class of the call; the error's name where it is refused."""
-    architecture = architecture_of(target)
     try:
         if direction == "forward":
             plan: Any = plan_forward(problem, mods, target)
-            words, numbers = architecture.forward_words(problem, mods, target), str(plan.splits)
+            numbers = str(plan.splits)
         else:
             plan = plan_backward(problem, mods, target, deterministic=deterministic).main
-            words, numbers = architecture.backward_words(problem, mods, target, deterministic), str(plan.cut)
-        return {"plan": [repr(plan.tiling), numbers, *str(plan).splitlines()], "words": words.splitlines()}
+            numbers = str(plan.cut)
+        text, _, _ = str(plan).partition("\n  class ")
+        return {"plan": [repr(plan.tiling), numbers, *text.splitlines()], "words": plan.why.splitlines()}
     except ComposattnError as error:
         return {"plan": [type(error).__name__], "words": []}
 

@@ -31,6 +31,7 @@ from benchmarks.run import run_case, save, show
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from composattn.backends.fused.tiles.scheduler import Scheduler
+from composattn.backends.fused.tiles.tiling import Chosen
 from composattn.backends.hopper.tiling import RowSteps
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.rescale_threshold import RescaleThreshold
@@ -57,14 +58,14 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 def changed(architecture: Architecture, direction: str, changes: Changes) -> Architecture:
     """The architecture with these fields of its tilings of one direction."""
-    name = f"{direction}_tiling"
-    choose = getattr(architecture, name)
+    choose = getattr(architecture, direction)
 
     def other(*arguments: Any) -> Any:
-        return dataclasses.replace(choose(*arguments), **changes)
+        tiling, why = choose(*arguments)
+        return Chosen(dataclasses.replace(tiling, **changes), why)
 
-    fields: Changes = {name: other}
-    return dataclasses.replace(architecture, **fields)
+    chooses: Changes = {direction: other}
+    return dataclasses.replace(architecture, **chooses)
 
 
 @contextlib.contextmanager

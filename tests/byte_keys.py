@@ -11,6 +11,7 @@ import torch
 
 import composattn as ca
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
+from composattn.backends.fused.tiles.tiling import Chosen
 from composattn.backends.hopper.tiling import ByteTiling, HopperTiling
 from composattn.backends.hopper.wide_tiling import WideTiling
 from composattn.call.problem import Problem
@@ -84,18 +85,18 @@ def tiles_of_bytes() -> Iterator[None]:
 
     def choose(problem: Problem, *others: Any) -> Any:
         if problem.narrow is not None:
-            tiling = hopper.forward_tiling(problem, *others)
+            tiling = hopper.forward(problem, *others).tiling
             in_own_type = {"scales_queries": False} if isinstance(tiling, ByteTiling) else {}
             chosen.append(dataclasses.replace(tiling, **in_own_type))
-            return chosen[-1]
+            return Chosen(chosen[-1], "")
         if not chosen:  # many queries: 8 bits are widened before the kernel, which takes 16
-            chosen.append(hopper.forward_tiling(problem, *others))
+            chosen.append(hopper.forward(problem, *others).tiling)
         of_bytes = chosen[-1]
         kind = HopperTiling if isinstance(of_bytes, HopperTiling) else WideTiling
-        return kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)})
+        return Chosen(kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)}), "")
 
     _forget_plans()
-    ARCHITECTURES["hopper"] = dataclasses.replace(hopper, forward_tiling=choose)
+    ARCHITECTURES["hopper"] = dataclasses.replace(hopper, forward=choose)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import HopperTiling
 from composattn.call.problem import Problem
 from composattn.mods import causal
@@ -27,7 +27,7 @@ FEW = dataclasses.replace(HOPPER, sms=2)  # so that blocks that stay walk over s
 )
 def test_rows_of_no_whole_sectors_come_in_two_boxes_where_keys_are_few(d: int, keys: int, columns: int) -> None:
     problem = Problem(512, 16, 16, 256, keys, d, d, torch.bfloat16, torch.device("cpu"))
-    tiling = forward_tiling(problem, ca.Attention().program, HOPPER)
+    tiling = choose_forward(problem, ca.Attention().program, HOPPER).tiling
     assert (tiling.d, tiling.dv) == (columns, columns)
 
 
@@ -36,7 +36,7 @@ def test_outputs_of_wider_rows_have_the_same_bits(generator: torch.Generator) ->
     k, v = (torch.randn(1, 1, 150, 72, generator=generator).bfloat16() for _ in range(2))
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     program = ca.Attention(mask_mod=causal()).program
-    wide = forward_tiling(problem, program, HOPPER)
+    wide = choose_forward(problem, program, HOPPER).tiling
     assert isinstance(wide, HopperTiling) and wide.d == 128
     found = []
     for tiling in (wide, dataclasses.replace(wide, d=96, dv=96)):

@@ -21,7 +21,7 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.few_queries import splits
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import Schedule
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -176,7 +176,7 @@ def test_eight_rows_are_those_of_a_whole_tile(
 
 def test_more_rows_than_a_kernel_computes_are_refused() -> None:
     few, many = (Problem(1, 8, 2, n, 300, 64, 64, torch.bfloat16, torch.device("cpu")) for n in (2, 3))
-    eight = forward_tiling(few, Program(), HOPPER)
+    eight = choose_forward(few, Program(), HOPPER).tiling
     assert eight.eight_rows and eight.most_rows == 8
     with pytest.raises(ValueError, match="computes 8 rows"):
         plan_forward(many, Program(), HOPPER, tiling=eight)
@@ -249,7 +249,7 @@ def problem(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, sche
 
 def test_parts_fill_the_multiprocessors_when_there_are_few_queries() -> None:
     def parts(p: Problem) -> int:
-        return splits(p, forward_tiling(p, Program(), HOPPER), HOPPER)
+        return splits(p, choose_forward(p, Program(), HOPPER).tiling, HOPPER)
 
     assert parts(problem(1, 32, 8, 1, 131072)) == 16  # 128 blocks of 132
     assert parts(problem(1, 1, 1, 128, 128)) == 1
@@ -259,7 +259,7 @@ def test_parts_fill_the_multiprocessors_when_there_are_few_queries() -> None:
 
 def test_heads_share_rows_when_that_makes_fewer_tiles() -> None:
     def heads(p: Problem, mask: Any = None) -> int:
-        return forward_tiling(p, Program(None, mask and Mask.of(mask).expr), HOPPER).packed_heads
+        return choose_forward(p, Program(None, mask and Mask.of(mask).expr), HOPPER).tiling.packed_heads
 
     assert heads(problem(1, 32, 8, 1, 8192)) == 4
     assert heads(problem(1, 32, 8, 4096, 4096)) == 1

@@ -23,8 +23,8 @@ from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import (
     ForwardFacts,
     ForwardForm,
+    choose_forward,
     forward_class,
-    forward_tiling,
     tiling_of_form,
 )
 from composattn.backends.hopper.tiling import HopperTiling
@@ -138,9 +138,9 @@ def test_only_blocks_that_draw_store_outputs_from_registers() -> None:
     problem = Problem.of(*(torch.zeros(1, 1, 8192, d, dtype=torch.bfloat16) for d in (192, 192, 128)))
     for mask, stays, direct in ((None, None, True), (causal(), None, True), (causal(), False, False)):
         sized = dataclasses.replace(problem, schedule=ca.Schedule(persistent=stays))
-        chosen = forward_tiling(sized, ca.Attention(mask_mod=mask).program, HOPPER)
+        chosen = choose_forward(sized, ca.Attention(mask_mod=mask).program, HOPPER).tiling
         assert chosen.output_direct == direct == chosen.persistent
-    assert forward_tiling(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).resident == 0
+    assert choose_forward(problem, ca.Attention(score_mod=alibi(torch.ones(1))).program, HOPPER).tiling.resident == 0
 
 
 @pytest.mark.parametrize("name", sampled(["causal", "full", "keys that no query sees"]))

@@ -17,7 +17,7 @@ from composattn.backends.fused.running.counter import counter_of
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import softcap
@@ -43,7 +43,7 @@ def test_equal_shares_give_the_rows_of_fp64(
     k, v = (outlier_normal(batch, 1, length, d, generator=generator, dtype=torch.bfloat16) for _ in range(2))
     wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference", **mods)
     program, problem, target = ca.Attention(**mods).program, Problem.of(q, k, v), dataclasses.replace(HOPPER, sms=sms)
-    tiling = dataclasses.replace(forward_tiling(problem, program, target), scheduler=Scheduler.STREAM_K)
+    tiling = dataclasses.replace(choose_forward(problem, program, target).tiling, scheduler=Scheduler.STREAM_K)
     plan = plan_forward(problem, program, target, tiling=tiling, return_max_scores=True)
     assert not plan.is_split
     found = []

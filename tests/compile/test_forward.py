@@ -22,7 +22,7 @@ from composattn.backends.fused.compiling.compile import compile_offline, content
 from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.backends.hopper.wide_tiling import GROUPS, STAGE
 from composattn.call.problem import DENSE, Layout, Problem
@@ -351,7 +351,7 @@ def test_wide_tiles_keep_within_registers_and_shared_memory() -> None:
         for q_len, kv_len in ((1, 4096), (4096, 4096)):
             if max(d, dv) > 256:
                 problem = Problem(1, 16, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
-                t = forward_tiling(problem, Program(), HOPPER)
+                t = choose_forward(problem, Program(), HOPPER).tiling
                 for computing, copying in (t.registers(False), t.registers(True)):
                     assert 128 * (GROUPS * computing + copying) <= HOPPER.registers
                 assert t.shared_memory(2) <= HOPPER.shared_memory
@@ -365,7 +365,7 @@ def test_roles_keep_within_the_register_file() -> None:
         for dv in range(8, 257, 8):
             for q_len, kv_len in ((1, 4096), (300, 300), (4096, 4096)):
                 problem = Problem(1, 1, 1, q_len, kv_len, d, dv, torch.bfloat16, torch.device("cuda"))
-                t = forward_tiling(problem, Program(), HOPPER)
+                t = choose_forward(problem, Program(), HOPPER).tiling
                 for computing, copying in (t.registers(False), t.registers(True)):
                     assert t.blocks * 128 * (t.warpgroups * computing + copying) <= HOPPER.registers
                 assert t.blocks * t.shared_memory(2) <= HOPPER.shared_memory
@@ -376,7 +376,7 @@ def test_roles_keep_within_the_register_file() -> None:
 def cut(head_dim: int, length: int, mask: Mask | None = None, **schedule: Any) -> HopperTiling:
     problem = Problem(9, 8, 8, length, length, head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
     problem = dataclasses.replace(problem, schedule=ca.Schedule(**schedule))
-    return forward_tiling(problem, ca.Attention(mask_mod=mask).program, HOPPER)
+    return choose_forward(problem, ca.Attention(mask_mod=mask).program, HOPPER).tiling
 
 
 def test_where_queries_see_few_keys_small_blocks_share_a_sm() -> None:

@@ -17,7 +17,7 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import GUESSING
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -39,7 +39,7 @@ HIDDEN = torch.where(torch.arange(KEYS) < 70, 0.0, -torch.inf)
 def guessing(problem: Problem, program: Program, **changes: Any) -> ForwardPlan:
     """The plan for 8,192 queries, its tiles of 32 keys so that few have many, and the largest scores kept."""
     long = dataclasses.replace(problem, q_len=8192, kv_len=8192)
-    cut = forward_tiling(long, program, HOPPER)
+    cut = choose_forward(long, program, HOPPER).tiling
     cut = dataclasses.replace(cut, kernel=GUESSING, tile_n=32, **{"threshold": ALWAYS_RESCALE} | changes)
     return plan_forward(problem, program, HOPPER, tiling=cut, return_max_scores=True)
 

@@ -15,7 +15,7 @@ import composattn as ca
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import AUTO
@@ -39,7 +39,7 @@ def test_parts_of_split_keys_leave_registers_in_fp32(dims: tuple[int, int], gene
     wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), return_lse=True, backend="reference")
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(split_kv=2))
     program = ca.Attention().program
-    cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
+    cut = choose_forward(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER).tiling
     assert isinstance(cut, HopperTiling) and cut.output_direct
     plan = plan_forward(problem, program, FEW, tiling=cut)
     assert plan.is_split
@@ -82,7 +82,7 @@ def test_rows_are_those_of_fp64(
     wanted, wanted_lse = ca.attention(q.double(), k.double(), v.double(), **mods, backend="reference")
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=schedule)
     program = ca.Attention(mask_mod=mask).program
-    cut = forward_tiling(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER)
+    cut = choose_forward(dataclasses.replace(problem, q_len=LONG, kv_len=LONG), program, HOPPER).tiling
     assert isinstance(cut, HopperTiling)
     assert cut.resident == resident
     if cut.kernel == GUESSING:

@@ -17,7 +17,7 @@ from composattn.backends.fused.running.counter import counter_of
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -30,7 +30,7 @@ LONG = 4096  # of which all tilings are those that shares are for
 def shared(problem: Problem, program: Any, **changes: Any) -> HopperTiling:
     """The tiling of a long call, with tiles of few keys."""
     long = dataclasses.replace(problem, q_len=LONG, kv_len=LONG)
-    found = forward_tiling(long, program, FEW)
+    found = choose_forward(long, program, FEW).tiling
     assert isinstance(found, HopperTiling) and found.scheduler.draws
     return dataclasses.replace(found, scheduler=Scheduler.LATE_STREAM_K, tile_n=32, **changes)
 

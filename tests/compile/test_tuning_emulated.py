@@ -40,7 +40,7 @@ def test_the_fastest_candidate_is_kept_and_taken_by_the_next_call(
     assert found.kept is not None and found.kept.form == list(found.ms)[-1] != found.own
     assert f"kept: tuned: {found.kept.gain - 1:+.1%}" in str(found)
     said = str(attention().explain(*inputs[:3]))
-    assert f"form: {found.kept.form}; tuned: " in said and f"the table says {found.own}" in said
+    assert f"form: {found.kept.form}; tuned: " in said and f"the tables say {found.own}" in said
 
 
 def test_a_call_that_no_table_chose_is_refused_by_name() -> None:

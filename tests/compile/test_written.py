@@ -19,7 +19,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating, text_of
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.written import Written
-from composattn.backends.hopper.forward_choice import forward_tiling
+from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.backends.hopper.tiling import GUESSING, HopperTiling
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER
@@ -33,7 +33,7 @@ MANY = 8192  # keys of which large blocks are chosen, which guess their maxima
 
 
 def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan:
-    cut = forward_tiling(dataclasses.replace(problem, q_len=MANY, kv_len=MANY), program, HOPPER)
+    cut = choose_forward(dataclasses.replace(problem, q_len=MANY, kv_len=MANY), program, HOPPER).tiling
     assert isinstance(cut, HopperTiling)
     cut = dataclasses.replace(cut, steps=dataclasses.replace(cut.steps, written=written))
     return plan_forward(problem, program, HOPPER, tiling=cut)

@@ -11,16 +11,15 @@ import torch
 
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.call_class import BANDS, MaskKind, ModsKind, Rounds
-from composattn.backends.fused.planning.tables import Row, matches
+from composattn.backends.fused.planning.tables import Row, first, matches, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_choice import (
     BLOCKS,
     TILES,
     BackwardClass,
-    backward_words,
-    form_of,
-    rows_of,
+    BackwardForm,
+    choose_backward,
     serves,
 )
 from composattn.call.problem import Problem
@@ -58,7 +57,8 @@ def some_class(generator: random.Random, row: Row[Any] | None = None) -> Backwar
 def test_every_row_is_some_calls(number: int) -> None:
     generator, row = random.Random(number), ROWS[number]
     calls = (some_class(generator, row) for _ in range(20000))
-    assert any(row in rows_of(call) for call in calls if call is not None), f"others come before {row}"
+    found = ((row_of(TILES, call), row_of(BLOCKS, call)) for call in calls if call is not None)
+    assert any(row in rows for rows in found), f"others come before {row}"
 
 
 def test_what_calls_get_can_cut_them() -> None:
@@ -67,7 +67,7 @@ def test_what_calls_get_can_cut_them() -> None:
         call = some_class(generator)
         assert call is not None
         # dQ leaves in bulk in a fixed order whatever the form says
-        assert call.order == "fixed" or serves(form_of(call), call), call
+        assert call.order == "fixed" or serves(BackwardForm(first(TILES, call), first(BLOCKS, call)), call), call
 
 
 def test_evidence_is_of_results_that_are_here() -> None:
@@ -78,8 +78,8 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
     problem = Problem(4, 64, 64, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
-    words = backward_words(problem, Program(), HOPPER, False)
+    words = choose_backward(problem, Program(), HOPPER, False).words
     assert "no mask, many rounds, a key is seen by up to 1,152 of up to 1,152 queries" in words
     assert "tiles: 128 queries; measured on 30 shapes" in words and "blocks: blocks stay; measured on" in words
-    assert "not measured: single timings" in backward_words(problem, Program(), HOPPER, True)
+    assert "not measured: single timings" in choose_backward(problem, Program(), HOPPER, True).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan

@@ -24,7 +24,7 @@ from composattn.backends.fused.planning.call_class import (
 from composattn.backends.fused.planning.tables import Pattern, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import TABLE, forward_tiling, forward_words, serves
+from composattn.backends.hopper.forward_choice import TABLE, choose_forward, serves
 from composattn.call.problem import Layout, Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -69,7 +69,7 @@ def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
     for d, dv in itertools.product(range(32, 257, 32), repeat=2):
         for length in (200, 1000, 8192):
             problem = Problem(4, 64, 64, length, length, d, dv, torch.bfloat16, torch.device("cpu"))
-            tiling = forward_tiling(problem, Program(), HOPPER)
+            tiling = choose_forward(problem, Program(), HOPPER).tiling
             assert tiling.tile_n >= 64 and tiling.shared_memory(2) * getattr(tiling, "blocks", 1) <= 232448
 
 
@@ -81,9 +81,9 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
     problem = Problem(4, 64, 64, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
-    words = forward_words(problem, Program(), HOPPER)
+    words = choose_forward(problem, Program(), HOPPER).words
     assert "no mask, many rounds, a row sees up to 1,152 of up to 1,152 keys" in words
     assert "form: large, guesses, stays; measured on 23 shapes" in words
     paged = dataclasses.replace(problem, layout=Layout(kv="paged", page_size=16, used_kv=True))
-    assert "form: large; not measured: as it was" in forward_words(paged, Program(), HOPPER)
+    assert "form: large; not measured: as it was" in choose_forward(paged, Program(), HOPPER).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan

@@ -14,8 +14,8 @@ from composattn.backends.fused.compiling import disk_cache, tuned
 from composattn.backends.fused.compiling.tuned import Tuned
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import backward_class, backward_tiling, backward_words
-from composattn.backends.hopper.forward_choice import TABLE, forward_class, forward_tiling, forward_words
+from composattn.backends.hopper.backward_choice import backward_class, choose_backward
+from composattn.backends.hopper.forward_choice import TABLE, choose_forward, forward_class
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 
@@ -34,22 +34,22 @@ def key(problem: Problem = CALL) -> str:
 
 
 def test_a_call_takes_the_form_that_was_fastest_here_and_says_so() -> None:
-    assert forward_tiling(CALL, Program(), HOPPER).persistent
+    assert choose_forward(CALL, Program(), HOPPER).tiling.persistent
     tuned.keep({key(): FASTER})
-    assert not forward_tiling(CALL, Program(), HOPPER).persistent
-    words = forward_words(CALL, Program(), HOPPER)
+    assert not choose_forward(CALL, Program(), HOPPER).tiling.persistent
+    words = choose_forward(CALL, Program(), HOPPER).words
     said = first(TABLE, forward_class(CALL, Program(), HOPPER))
     assert str(said) != FASTER.form
-    found = f"form: large; tuned: +7.0% over large, stays, timed on this machine (a GPU); the table says {said}"
+    found = f"form: large; tuned: +7.0% over large, stays, timed on this machine (a GPU); the tables say {said}"
     assert found in words
 
 
 def test_so_does_a_backward() -> None:
     call = backward_class(CALL, Program(), HOPPER, False)
     tuned.keep({tuned.key_of(call, CALL, HOPPER): dataclasses.replace(FASTER, form="64 queries, blocks stay")})
-    assert backward_tiling(CALL, Program(), HOPPER, False).tile_m == 64
-    assert backward_tiling(CALL, Program(), HOPPER, True).tile_m == 80, "in a fixed order nobody timed it"
-    assert "form: 64 queries, blocks stay; tuned: +7.0%" in backward_words(CALL, Program(), HOPPER, False)
+    assert choose_backward(CALL, Program(), HOPPER, False).tiling.tile_m == 64
+    assert choose_backward(CALL, Program(), HOPPER, True).tiling.tile_m == 80, "in a fixed order nobody timed it"
+    assert "form: 64 queries, blocks stay; tuned: +7.0%" in choose_backward(CALL, Program(), HOPPER, False).words
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,22 @@ def test_so_does_a_backward() -> None:
 )
 def test_other_calls_keep_the_forms_of_the_table(changes: dict[str, object]) -> None:
     other = dataclasses.replace(CALL, **changes)  # type: ignore[arg-type]
-    before = forward_tiling(other, Program(), HOPPER)
+    before = choose_forward(other, Program(), HOPPER).tiling
     tuned.keep({key(): FASTER})
-    assert forward_tiling(other, Program(), HOPPER) == before
+    assert choose_forward(other, Program(), HOPPER).tiling == before
 
 
 def test_a_form_that_cuts_no_such_call_any_more_is_passed_by() -> None:
-    before = forward_tiling(CALL, Program(), HOPPER)
+    before = choose_forward(CALL, Program(), HOPPER).tiling
     tuned.keep({key(): dataclasses.replace(FASTER, form="documents")})
-    assert forward_tiling(CALL, Program(), HOPPER) == before
+    assert choose_forward(CALL, Program(), HOPPER).tiling == before
 
 
 def test_a_file_that_others_could_have_written_says_nothing(folder: Path) -> None:
     tuned.keep({key(): FASTER})
     folder.chmod(0o777)
     tuned._read.cache_clear()
-    assert forward_tiling(CALL, Program(), HOPPER).persistent
+    assert choose_forward(CALL, Program(), HOPPER).tiling.persistent
 
 
 def test_what_is_kept_is_added_to_what_was() -> None:
@@ -83,11 +83,11 @@ def test_what_is_kept_is_added_to_what_was() -> None:
 
 def test_forms_are_asked_for_and_candidates_told_apart_by_their_tilings() -> None:
     with tuned.asking(forward="large") as asked:
-        assert not forward_tiling(CALL, Program(), HOPPER).persistent
+        assert not choose_forward(CALL, Program(), HOPPER).tiling.persistent
     (names,) = asked.met.values()
     assert names[:1] == ["large, guesses, stays"] or names[0] == "large, stays"
     assert len(names) == len(set(names)) > 2
-    assert forward_tiling(CALL, Program(), HOPPER).persistent, "outside nobody asks"
+    assert choose_forward(CALL, Program(), HOPPER).tiling.persistent, "outside nobody asks"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine with no GPU says")

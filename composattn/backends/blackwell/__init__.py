@@ -50,9 +50,7 @@ ARCHITECTURE = Architecture(
     max_head_dim=256,
     max_value_dim=256,
     max_gradient_dim=256,
-    forward_tiling=lambda *call: choose_forward(*call).tiling,
-    backward_tiling=lambda *call: choose_backward(*call).tiling,
+    forward=choose_forward,
+    backward=choose_backward,
     kernels=_kernels,
-    forward_words=lambda *call: choose_forward(*call).words,
-    backward_words=lambda *call: choose_backward(*call).words,
 )

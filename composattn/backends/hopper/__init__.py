@@ -8,9 +8,9 @@ import torch
 
 from ..fused.tiles.architecture import Architecture, Kernel
 from ..fused.tiles.target import HOPPER
-from .backward_choice import backward_tiling, backward_words
+from .backward_choice import choose_backward
 from .eight_bits import multiplies_eight_bits, refuses_eight_bits
-from .forward_choice import forward_tiling, forward_words
+from .forward_choice import choose_forward
 
 
 def _kernels() -> Mapping[str, type[Kernel]]:
@@ -61,11 +61,9 @@ ARCHITECTURE = Architecture(
     max_head_dim=576,
     max_value_dim=512,
     max_gradient_dim=512,
-    forward_tiling=forward_tiling,
-    backward_tiling=backward_tiling,
+    forward=choose_forward,
+    backward=choose_backward,
     kernels=_kernels,
-    forward_words=forward_words,
-    backward_words=backward_words,
     refuses_eight_bits=refuses_eight_bits,
     multiplies_eight_bits=multiplies_eight_bits,
 )

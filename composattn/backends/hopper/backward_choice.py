@@ -18,10 +18,10 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.call_class import CallClass, Facts, Finders, class_of
-from ..fused.planning.tables import Row, Table, all_of, file_of, first, row_of, table
+from ..fused.planning.tables import Table, all_of, file_of, first, row_of, table
 from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import fitting
+from ..fused.tiles.tiling import Chosen, fitting
 from ..fused.tiles.traits import sums_by
 from .backward_tiling import FILE, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 from .tiling import ROWS
@@ -132,36 +132,19 @@ def backward_class(problem: Problem, program: Program, target: Target, determini
     )
 
 
-def rows_of(call: BackwardClass) -> tuple[Row[Tile], Row[Blocks]]:
-    """The first of each table that a call's class is in."""
-    return row_of(TILES, call), row_of(BLOCKS, call)
-
-
-def form_of(call: BackwardClass) -> BackwardForm:
-    """What these rows say."""
-    tile, blocks = rows_of(call)
-    return BackwardForm(tile.says, blocks.says)
-
-
 def serves(form: BackwardForm, call: BackwardClass) -> bool:
     """Whether a form can cut calls of a class."""
     return form.tile in set(all_of(SERVES, call, blocks=form.blocks))
 
 
-def backward_tiling(problem: Problem, program: Program, target: Target, deterministic: bool) -> HopperBackwardTiling:
+def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
     """Tiles of the backward kernel, and their order; `deterministic`: dQ is summed in a fixed order."""
     call = backward_class(problem, program, target, deterministic)
+    tile, blocks = row_of(TILES, call), row_of(BLOCKS, call)
     facts, others = BackwardFacts(problem, program, target, call), (form for form in FORMS if serves(form, call))
-    return tuned.tiling(call, problem, target, form_of(call), others, lambda form: tiling_of_form(form, facts))
-
-
-def backward_words(problem: Problem, program: Program, target: Target, deterministic: bool) -> str:
-    """The class of a call, the form it gets, and what says so, for people to read."""
-    call = backward_class(problem, program, target, deterministic)
-    (tile, blocks), known = rows_of(call), tuned.of_call(call, problem, target)
-    if known:
-        return f"{call}\n    form: {known.form}; {known}; the tables say {form_of(call)}"
-    return f"{call}\n    tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
+    said = f"tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
+    own = BackwardForm(tile.says, blocks.says)
+    return tuned.chosen(facts, own, others, said, lambda form: tiling_of_form(form, facts))
 
 
 def tiling_of_form(form: BackwardForm, facts: Facts) -> HopperBackwardTiling:

@@ -22,7 +22,7 @@ from ..fused.planning.tables import Table, all_of, first, row_of, table
 from ..fused.tiles.few_queries import packed_heads, sharing_heads, time_of
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import fitting, key_tiles, query_tiles, slots, whole_pages
+from ..fused.tiles.tiling import Chosen, fitting, key_tiles, query_tiles, slots, whole_pages
 from ..fused.tiles.traits import (
     bytes_at_pairs,
     has_opaque_test,
@@ -163,13 +163,15 @@ class ForwardFacts(Facts):
         }
 
 
-def forward_tiling(problem: Problem, program: Program, target: Target) -> HopperTiling | WideTiling:
+def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of the forward kernel."""
     if problem.types.q in EIGHT_BITS:
-        return choose_fp8(problem, program, target).tiling
+        return choose_fp8(problem, program, target)
     call = forward_class(problem, program, target)
-    facts, others = ForwardFacts(problem, program, target, call), (form for form in FORMS if serves(form, call))
-    return tuned.tiling(call, problem, target, first(TABLE, call), others, lambda form: tiling_of_form(form, facts))
+    row, others = row_of(TABLE, call), (form for form in FORMS if serves(form, call))
+    facts = ForwardFacts(problem, program, target, call)
+    said = f"form: {row.says}; {row.evidence}"
+    return tuned.chosen(facts, row.says, others, said, lambda form: tiling_of_form(form, facts))
 
 
 def forward_class(problem: Problem, program: Program, target: Target) -> CallClass:
@@ -207,16 +209,6 @@ def _takes_less(apart: ForwardFacts, together: CallClass, heads: int) -> bool:
 def serves(form: ForwardForm, call: CallClass) -> bool:
     """Whether a form can cut calls of a class."""
     return dataclasses.replace(form, stays=False) in set(all_of(SERVES, call))
-
-
-def forward_words(problem: Problem, program: Program, target: Target) -> str:
-    """The class of a call, the form it gets, and what says so, for people to read."""
-    if problem.types.q in EIGHT_BITS:
-        return choose_fp8(problem, program, target).words
-    call = forward_class(problem, program, target)
-    row, known = row_of(TABLE, call), tuned.of_call(call, problem, target)
-    chosen = f"{known.form}; {known}; the table says {row.says}" if known else f"{row.says}; {row.evidence}"
-    return f"{call}\n    form: {chosen}"
 
 
 def tiling_of_form(form: ForwardForm, facts: ForwardFacts) -> HopperTiling | WideTiling:

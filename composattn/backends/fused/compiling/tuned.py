@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ....call.problem import Problem
-from ..planning.call_class import CallClass
+from ..planning.call_class import CallClass, Facts
 from ..tiles.target import Target
+from ..tiles.tiling import Chosen
 from . import disk_cache
 
 FILE = "tuned.json"
 Form = TypeVar("Form")
-Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +60,12 @@ def asking(**wanted: str) -> Iterator[Asking]:
         _asking.remove(asked)
 
 
-def tiling(
-    call: CallClass, problem: Problem, target: Target, own: Form, others: Iterable[Form], made: Callable[[Form], Made]
-) -> Made:
-    """The tiling of a call by its `own` form, or by that of the `others` that is asked for, or was tuned."""
+def chosen(facts: Facts, own: Form, others: Iterable[Form], said: str, made: Callable[[Form], Any]) -> Chosen:
+    """What a call gets by its `own` form, tables `said` why, or by one of the `others`, asked for or tuned."""
+    call, words = facts.call, f"{facts.call}\n    {said}"
     if call.order == "batch-invariant":
-        return made(own)
-    key = key_of(call, problem, target)
+        return Chosen(made(own), words)
+    key = key_of(call, facts.problem, facts.target)
     if _asking:
         tilings = {str(own): made(own)}
         for form in others:
@@ -75,15 +74,12 @@ def tiling(
                 if found not in tilings.values():
                     tilings[str(form)] = found
         _asking[-1].met[key] = list(tilings)
-        return tilings.get(_asking[-1].wanted.get(call.direction, ""), tilings[str(own)])
-    known = of_call(call, problem, target)
-    return made(next((form for form in others if str(form) == known.form), own) if known else own)
-
-
-def of_call(call: CallClass, problem: Problem, target: Target) -> Tuned | None:
-    """What is known of a call; None: nothing."""
-    known = kept(disk_cache.folder() / FILE)
-    return known.get(key_of(call, problem, target)) if known and call.order != "batch-invariant" else None
+        return Chosen(tilings.get(_asking[-1].wanted.get(call.direction, ""), tilings[str(own)]), words)
+    known = kept(disk_cache.folder() / FILE).get(key)
+    if known is None:
+        return Chosen(made(own), words)
+    words = f"{call}\n    form: {known.form}; {known}; the tables say {own}"
+    return Chosen(made(next((form for form in others if str(form) == known.form), own)), words)
 
 
 def key_of(call: CallClass, problem: Problem, target: Target) -> str:

@@ -23,13 +23,13 @@ from ....graph.expr import captures as captures_of
 from ....primitives.interval_shape import IntervalShape
 from ..rewrites import Posed, rewritten
 from ..rewrites.invariant import refuse_order
-from ..rewrites.strips import of_whole_rows
+from ..rewrites.strips import chosen_forward
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
 from ..tiles.scheduler import Scheduler
 from ..tiles.segments import segments_of
 from ..tiles.target import Target
-from ..tiles.tiling import ForwardTiling, Tiling
+from ..tiles.tiling import Chosen, ForwardTiling, Tiling
 from ..tiles.traits import extent_of, queries
 from ..tiles.work import WorkTables, entries
 from .order import Tiles
@@ -117,7 +117,9 @@ AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledPlan(Plan, Generic[AnyTiling]):
-    """A kernel over tiles of queries and keys. `has_order_table`: work tiles come in the order of a table.
+    """A kernel over tiles of queries and keys. `why`: what kind of call it is, and what says so that it is cut so.
+
+    `has_order_table`: work tiles come in the order of a table.
 
     `has_segments`: tiles begin with the segments that the table says.
     """
@@ -127,6 +129,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     layout: Layout
     has_order_table: bool
     tiling: AnyTiling
+    why: str = dataclasses.field(default="", compare=False, repr=False, metadata=FOR_PEOPLE)
     has_segments: bool = False
 
     @property
@@ -165,7 +168,8 @@ class TiledPlan(Plan, Generic[AnyTiling]):
         """For people to read: what each of the `rows` is about, and what it says."""
         head = f"{self.step} on {self.target.backend} ({self.target.arch}), {self._types()}, "
         memory = f"{self.shared_memory} bytes shared of {self.target.shared_memory}"
-        said = [f"  {name:<10} {words}" for name, words in {**rows, "memory": memory}.items() if words]
+        rows = {**rows, "memory": memory, "class": self.why}
+        said = [f"  {name:<10} {words}" for name, words in rows.items() if words]
         return "\n".join([f"{head}D {self.head_dim}, Dv {self.head_dim_v}", *said])
 
     def _types(self) -> str:
@@ -332,10 +336,11 @@ def forward_of(
     """The forward kernel of a call that is rewritten, see `plan_forward`."""
     problem, program, target = posed.problem, posed.program, posed.target
     architecture_of(target).check(problem, program)
-    strips, tiling = problem.layout.strips, tiling or _chosen(posed)
+    tiling, why = chosen_forward(posed) if tiling is None else Chosen(tiling, "")
     if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists
+    strips = problem.layout.strips
     bounded = strips is not None and not strips.several_axes
     tile = tiling.queries, tiling.tile_n
     lists = None if bounded else made_lists(KeyLists, program.mask, extent_of(problem), tile)
@@ -352,6 +357,7 @@ def forward_of(
         has_order_table=work is not None,
         has_segments=in_segments,
         tiling=tiling,
+        why=why,
         return_lse=return_lse,
         positive_scale=positive_scale,
         intervals=tuple(interval_shape(i) for i in program.intervals) if lists is None else (),
@@ -378,13 +384,6 @@ def _ordered(
     visited = segments or (program.intervals if lists is None else None)
     tiles = Tiles(problem, visited, tiling.queries, tiling.tile_n, heads, posed.target.sms)
     return *tiles.ordered(), segments is not None
-
-
-def _chosen(posed: Posed) -> ForwardTiling:
-    """The tiling that the architecture has for a call."""
-    strips = posed.problem.layout.strips
-    tiling = architecture_of(posed.target).forward_tiling(posed.problem, posed.program, posed.target)
-    return of_whole_rows(tiling, strips) if strips else tiling
 
 
 def check_blocks(problem: Problem, blocks: int) -> None:

@@ -22,7 +22,7 @@ from ..tiles.architecture import architecture_of
 from ..tiles.coverage import exchanged, mirror
 from ..tiles.segments import Segments, segments_of
 from ..tiles.target import Target
-from ..tiles.tiling import BackwardTiling
+from ..tiles.tiling import BackwardTiling, Chosen
 from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
@@ -177,7 +177,7 @@ def backward_of(
     architecture.check(problem, program)
     architecture.check_gradient(problem)
     program = program.without_sink
-    chosen = tiling or architecture.backward_tiling(problem, program, target, deterministic)
+    chosen, why = Chosen(tiling, "") if tiling else architecture.backward(problem, program, target, deterministic)
     visited, limits = program.of_keys
     lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
     intervals = visited if lists is None else ()
@@ -210,6 +210,7 @@ def backward_of(
         **known,
         **by_table,
         tiling=chosen,
+        why=why,
         deterministic=deterministic,
         captures=tuple((c.tensor.dtype, c.tensor.ndim) for c in _captured(program, ends, lists)),
         scalars=tuple(s.expr.dtype for s in program.scalars),

@@ -20,7 +20,7 @@ from ....call.problem import Problem, StripLayout
 from ....graph.expr import Dep, Expr
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
-from ..tiles.tiling import BackwardTiling, ForwardTiling
+from ..tiles.tiling import BackwardTiling, Chosen, ForwardTiling
 from ..tiles.work import visits_now
 from .image_costs import Tile, microseconds
 from .posed import Found, Nothing, Posed, Rewritten
@@ -183,7 +183,7 @@ def _tiles_in_strips(posed: Posed) -> list[Tile] | str:
         return f"the copies of {architecture.name} bring no boxes of an image"
     if posed.direction == "backward":
         return _tiles_of_backward(_backward_tilings(posed), strips)
-    tiling = _forward_tiling(posed)
+    tiling: ForwardTiling = chosen_forward(posed).tiling
     if tiling.queries % strips.apart or not tiling.tile_n:
         return "tiles of the forward have no whole rows of a strip"
     if tiling.packed_heads != 1 or splits(posed.problem, tiling, posed.target) != 1:
@@ -216,29 +216,27 @@ def _with_last_row(tiles: list[Tile], strips: Strips) -> list[Tile] | str:
     return tiles if begins else "tiles of strips with a last row that is cut do not begin with it"
 
 
-def of_whole_rows(tiling: ForwardTiling, strips: Strips) -> ForwardTiling:
-    """A tiling whose tiles of keys are whole rows of a strip."""
-    return dataclasses.replace(tiling, tile_n=tiling.tile_n // strips.wide * strips.wide)
-
-
 def _tiles(posed: Posed) -> list[Tile]:
     """The call's tiles; of gradients also those in a fixed order, behind the others."""
     if posed.direction == "backward":
         return [_backward_tile(tiling) for tiling in _backward_tilings(posed)]
-    return [_forward_tile(_forward_tiling(posed))]
+    return [_forward_tile(chosen_forward(posed).tiling)]
 
 
 def _backward_tilings(posed: Posed) -> list[BackwardTiling]:
     """What a backward is cut into, with sums in any order and in a fixed one."""
-    choose = architecture_of(posed.target).backward_tiling
-    return [choose(posed.problem, posed.program, posed.target, in_order) for in_order in (False, True)]
+    choose = architecture_of(posed.target).backward
+    return [choose(posed.problem, posed.program, posed.target, in_order).tiling for in_order in (False, True)]
 
 
-def _forward_tiling(posed: Posed) -> ForwardTiling:
+def chosen_forward(posed: Posed) -> Chosen:
     """What a forward is cut into; tiles of keys are whole rows where it is in strips."""
-    tiling = architecture_of(posed.target).forward_tiling(posed.problem, posed.program, posed.target)
+    chosen = architecture_of(posed.target).forward(posed.problem, posed.program, posed.target)
     strips = posed.problem.layout.strips
-    return tiling if strips is None else of_whole_rows(tiling, strips)
+    if strips is None:
+        return chosen
+    whole = dataclasses.replace(chosen.tiling, tile_n=chosen.tiling.tile_n // strips.wide * strips.wide)
+    return chosen._replace(tiling=whole)
 
 
 def _backward_tile(tiling: BackwardTiling) -> Tile:

@@ -13,7 +13,6 @@ from ....call.inputs import Asked, Inputs, Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....graph.borrowed import BorrowedCapture
 from ..planning.plan_backward import backward_of
-from ..tiles.architecture import architecture_of
 from .bound_call import BoundCall, is_bindable
 from .bound_operator import BoundOperator, bound_operator
 from .kernels import FusedAttend, FusedKernels
@@ -77,14 +76,10 @@ class FusedCall(FusedKernels):
     @property
     def plan(self) -> str:
         """The plans of the kernels, forward and backward, for people to read."""
-        forward, architecture = self.forward.posed, architecture_of(self.target)
-        words = architecture.forward_words(forward.problem, forward.program, self.target)
-        plans = [(str(self._forward), words)]
-        if self.has_backward:
-            backward, in_order = self.gradient.rewriting.posed, self.gradient.deterministic()
-            words = architecture.backward_words(backward.problem, backward.program, self.target, in_order)
-            plans.append((str(backward_of(backward, deterministic=in_order)), words))
-        return "\n".join(f"{plan}\n  class      {words}" for plan, words in plans)
+        if not self.has_backward:
+            return str(self._forward)
+        gradient = self.gradient
+        return f"{self._forward}\n{backward_of(gradient.rewriting.posed, deterministic=gradient.deterministic())}"
 
     @property
     def rewrites(self) -> str:

@@ -14,7 +14,7 @@ from ....call.problem import Problem
 from ....errors import BackendUnavailable, GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
 from ....graph.foreign import is_computed, is_heard
 from .target import Target
-from .tiling import BackwardTiling, ForwardTiling
+from .tiling import Chosen
 
 CAPTURE_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -53,15 +53,15 @@ class Architecture:
 
     `name` is that of its backend, `chip` what people call it, `target` the GPU that is planned for where none is there.
     `ran`: its kernels ran on such a GPU, and were found right. `max_head_dim` and `max_value_dim` are the largest D and
-    Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `backward_tiling` is also told whether
-    dQ is summed in a fixed order; `forward_words` and `backward_words`: why a call has its tiling. `kernels`, by the
-    step that a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or
-    what they are multiplied by, have no kernel; "" where there is one. `reads_eight_bits`: kernels read keys and values
-    of 8 bits, which else are made 16-bit numbers in memory before. `multiplies_eight_bits`: whether products of a
-    call are of 8-bit numbers; else 8-bit queries are widened before. `copies_boxes`: copies bring boxes of an image's
-    columns and rows. `overlaps_kernels`: a kernel of a gradient is launched before the one in front of it has ended
-    (programmatic dependent launch). `elsewhere`: as which GPU its kernels are planned where they are built for those of
-    another architecture, for tests and timings; None: they are not.
+    Dv of its forward, `max_gradient_dim` is the largest of both of its backward. `forward` and `backward` choose the
+    tiling of a call, and say why; the latter is told whether dQ is summed in a fixed order. `kernels`, by the step that
+    a plan names, imports the kernel language. `refuses_eight_bits`: which 8-bit tensors of a call, or what they are
+    multiplied by, have no kernel; "" where there is one. `reads_eight_bits`: kernels read keys and values of 8 bits,
+    which else are made 16-bit numbers in memory before. `multiplies_eight_bits`: whether products of a call are of
+    8-bit numbers; else 8-bit queries are widened before. `copies_boxes`: copies bring boxes of an image's columns and
+    rows. `overlaps_kernels`: a kernel of a gradient is launched before the one in front of it has ended (programmatic
+    dependent launch). `elsewhere`: as which GPU its kernels are planned where they are built for those of another
+    architecture, for tests and timings; None: they are not.
     """
 
     name: str
@@ -72,11 +72,9 @@ class Architecture:
     max_head_dim: int
     max_value_dim: int
     max_gradient_dim: int
-    forward_tiling: Callable[[Problem, Program, Target], ForwardTiling]
-    backward_tiling: Callable[[Problem, Program, Target, bool], BackwardTiling]
+    forward: Callable[[Problem, Program, Target], Chosen]
+    backward: Callable[[Problem, Program, Target, bool], Chosen]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
-    forward_words: Callable[[Problem, Program, Target], str]
-    backward_words: Callable[[Problem, Program, Target, bool], str]
     refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
     reads_eight_bits: bool = True
     multiplies_eight_bits: Callable[[Problem], bool] = _never
