@@ -27,4 +27,4 @@ attn = ca.Attention(score_mod=fade, mask_mod=recent_or_first)
 print(attn.explain(q, k, v), "\n")
 compare_with_fp64(q, k, v, score_mod=fade, mask_mod=recent_or_first, captured={"slopes": slopes})
 
-draw_mask(ca.mask(recent_or_first), "quickstart-mask.png", S)
+draw_mask(ca.mask(recent_or_first), "quickstart-mask.svg", S)

@@ -24,4 +24,4 @@ with torch.no_grad():
     alone = torch.cat([ca.attention(*one, mask_mod=causal()) for one in parts], dim=2)
 print(f"largest difference from one call a document: {(packed - alone).abs().max():.1e}")
 
-draw_mask(mask, "documents.png", S)
+draw_mask(mask, "documents.svg", S)

@@ -29,4 +29,4 @@ for name, mask in layers.items():
     print(f"{name}: {tiles}")
     compare_with_fp64(q, k, v, mask_mod=mask)
 
-draw_mask(layers["local"], "images.png", S, "the local layers' mask of the first text")
+draw_mask(layers["local"], "images.svg", S, "the local layers' mask of the first text")

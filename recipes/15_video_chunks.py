@@ -31,4 +31,4 @@ q, k, v = (draw(1, 2, S, 64, device=device, dtype=dtype) for _ in range(3))
 print(ca.Attention(mask_mod=video, score_mod=less_of_noise).explain(q, k, v), "\n")
 compare_with_fp64(q, k, v, mask_mod=video, score_mod=less_of_noise, captured={"share": share})
 
-draw_mask(ca.mask(video), "video.png", S)
+draw_mask(ca.mask(video), "video.svg", S)

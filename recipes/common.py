@@ -32,14 +32,10 @@ def draw(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def draw_mask(mask: ca.Mask, name: str, length: int, what: str = "the mask") -> None:
-    """Its picture, `name` in `OUT`, of `length` queries and keys; where matplotlib is missing, what to install."""
+    """Its picture, `name` in `OUT`, of `length` queries and keys."""
     OUT.mkdir(exist_ok=True)
-    try:
-        mask.picture(OUT / name, length)
-    except ca.errors.MissingDependency as missing:
-        print(f"{what} is not drawn: {missing}")
-    else:
-        print(f"{what} is drawn in {OUT / name}")
+    mask.picture(OUT / name, length)
+    print(f"{what} is drawn in {OUT / name}")
 
 
 def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:

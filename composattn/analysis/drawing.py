@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import html
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+
+from ..errors import InvalidArgument
 
 INK, PALE = "#1f2933", "#6b7785"
 PAPER, HIDDEN = "#ffffff", "#eef0f2"
@@ -102,3 +105,11 @@ def runs_of(shown: torch.Tensor) -> Iterator[tuple[int, int, int, int]]:
                 yield number, rows, start, column
                 start = None
         number += rows
+
+
+def save(path: str | os.PathLike[str], svg: str) -> None:
+    """Writes a picture. Raises: `InvalidArgument` for a file of another kind."""
+    if not os.fspath(path).endswith(".svg"):
+        raise InvalidArgument(f"pictures are SVG, and {os.fspath(path)!r} is not named so; name it mask.svg")
+    with open(path, "w") as file:
+        file.write(svg)

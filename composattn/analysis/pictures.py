@@ -1,7 +1,8 @@
-"""Masks and score mods as SVG: what the analysis says of tiles, and what each pair is."""
+"""Masks, score mods and divisions among ranks as SVG: what the analysis says of tiles, and what each pair is."""
 
 from __future__ import annotations
 
+import colorsys
 import itertools
 import math
 from collections.abc import Callable
@@ -35,6 +36,18 @@ def of_mask(visible: torch.Tensor, kinds: torch.Tensor, tile: tuple[int, int], t
     for column in range(0, columns + tile[1], tile[1]):
         at = EDGE + min(column, columns) * cell
         drawn.line([(at, EDGE), (at, EDGE + rows * cell)], edge=PAPER, width=0.8)
+    return drawn.svg()
+
+
+def of_ranks(seen: torch.Tensor, owner: torch.Tensor, ranks: int) -> str:
+    """Tiles that see each other, bool (Tq, Tkv), in the colour of the rank that computes them: `owner` (Tq,)."""
+    rows, columns = seen.shape
+    cell = SIDE / max(rows, columns)
+    drawn = Drawing(columns * cell + 2 * EDGE, rows * cell + 2 * EDGE, f"{ranks} ranks, one colour each")
+    drawn.rect(EDGE, EDGE, columns * cell, rows * cell, HIDDEN)
+    for rank in range(ranks):
+        colour = (round(255 * part) for part in colorsys.hsv_to_rgb(rank / ranks, 0.6, 0.8))
+        drawn.cells(EDGE, EDGE, cell, seen & (owner == rank)[:, None], "#" + "".join(f"{c:02x}" for c in colour))
     return drawn.svg()
 
 

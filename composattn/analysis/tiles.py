@@ -9,10 +9,10 @@ import torch
 from ..errors import InvalidArgument
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Dep, Expr, captures, walk
+from .dense import check_sizes, device_of
 from .derived import refresh
 from .interval_values import Bools
 from .intervals import Tiles
-from .picture import check_sizes, device_of
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 

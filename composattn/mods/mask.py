@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..analysis import picture, pictures
+from ..analysis import drawing, pictures
+from ..analysis.dense import check_sizes, dense
 from ..analysis.program import Program
 from ..analysis.short_reads import positions_of, refuse_short_reads
 from ..graph.among import plain
@@ -103,7 +104,7 @@ class Mask(Mod):
         does where a captured tensor is too short for these.
         """
         expr = plain(self.expr)
-        found = picture.dense(expr, q_len, kv_len, batch, heads, device)
+        found = dense(expr, q_len, kv_len, batch, heads, device)
         return _within(expr, found, b=batch, h=heads, q=q_len, kv=kv_len)
 
     def tiles(
@@ -136,12 +137,12 @@ class Mask(Mod):
     def svg(self, q_len: int | None = None, kv_len: int | None = None, tile: tuple[int, int] = (8, 8)) -> str:
         """The mask at b 0, h 0 as SVG text: pairs that are seen, in tiles that are skipped, tested or seen whole.
 
-        Grey tiles are skipped, in blue ones each pair is tested, green ones are seen whole. Needs no matplotlib. S²
-        work: for some hundred positions. With no `q_len` the first 64, or as many as captured tensors have. Raises:
+        Grey tiles are skipped, in blue ones each pair is tested, green ones are seen whole. S² work: for
+        some hundred positions. With no `q_len` the first 64, or as many as captured tensors have. Raises:
         `InvalidArgument` for lengths below 1.
         """
         q_len, kv_len = _sizes(self, SHOWN, q_len, kv_len)
-        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
+        check_sizes(1, q_len=q_len, kv_len=kv_len)
         pairs, kinds = self.dense(q_len, kv_len)[0, 0].cpu(), self.tiles(q_len, kv_len, tile)[0, 0].cpu()
         return pictures.of_mask(pairs, kinds, tile, self.name)
 
@@ -155,7 +156,7 @@ class Mask(Mod):
         With no `size` the first 16, or as many as captured tensors have.
         """
         q_len, kv_len = _sizes(self, 16, size, None)
-        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
+        check_sizes(1, q_len=q_len, kv_len=kv_len)
         rows = self.dense(q_len, kv_len)[0, 0].tolist()
         return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in rows)
 
@@ -165,22 +166,12 @@ class Mask(Mod):
         q_len: int = 512,
         kv_len: int | None = None,
         tile: tuple[int, int] = (32, 32),
-        *,
-        batch: int = 1,
-        heads: int = 1,
     ) -> None:
-        """Save an image of the mask at b 0, h 0: visible pairs dark, its partial and full tiles shaded.
+        """Saves what `svg()` draws of the first `q_len` queries and `kv_len` keys (None: as many), as an SVG file.
 
-        A path that ends in .svg gets what `svg()` draws. Raises: `MissingDependency` for others without matplotlib.
+        Raises: `InvalidArgument` for a path that does not end in .svg, and as `svg`.
         """
-        kv_len = q_len if kv_len is None else kv_len
-        if os.fspath(path).endswith(".svg"):
-            with open(path, "w") as file:
-                file.write(self.svg(q_len, kv_len, tile))
-            return
-        picture.check_sizes(1, q_len=q_len, kv_len=kv_len)
-        visible = self.dense(q_len, kv_len, batch, heads)
-        picture.draw(path, visible, picture.tiles_of(visible, tile), tile, title=self.name)
+        drawing.save(path, self.svg(q_len, kv_len, tile))
 
     def _no_scores(self, other: Any) -> Any:
         raise errors.WrongComposition(

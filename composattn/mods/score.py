@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..analysis import picture, pictures
+from ..analysis import pictures
+from ..analysis.dense import check_sizes
 from ..analysis.short_reads import positions_of
 from ..graph.expr import Dep, score
 from ..graph.refusals import user_line
@@ -63,14 +64,14 @@ class Score(Mod):
         return self.at(at, {"q_len": q_len, "kv_len": kv_len})
 
     def svg(self, size: int | None = None) -> str:
-        """What it does to scores, at b 0, h 0, as SVG text; needs no matplotlib.
+        """What it does to scores, at b 0, h 0, as SVG text.
 
         Where it depends on the score alone, the curve from -90 to 90; else what it adds to a score of 0 at the first
         `size` queries (rows) and the keys (columns) up to them, dark where most; grey where it adds no finite number.
         With no `size` the first 64, or as many as captured tensors have. Raises: `InvalidArgument` for one below 1.
         """
         size = min(positions_of(self.expr, SHOWN)) if size is None else size
-        picture.check_sizes(1, size=size)
+        check_sizes(1, size=size)
         here = self.to("cpu")
         zeros = torch.zeros(121, dtype=torch.int64)
         if not self.expr.deps & (Dep.B | Dep.H | Dep.Q | Dep.KV):

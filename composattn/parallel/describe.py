@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis import picture
+from ..analysis import drawing, pictures
 from .division import Division
 from .movement import Movement
 from .traffic import Traffic
@@ -55,8 +55,13 @@ class Described:
         return "\n".join(lines)
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Saves an image: each tile of queries in its rank's colour where it sees keys. Needs matplotlib."""
-        draw(self, path)
+        """Saves an SVG file: each tile of queries in its rank's colour where it sees keys.
+
+        Raises: `InvalidArgument` for a path that does not end in .svg.
+        """
+        visits = self.division.visits
+        seen = visits.seen.unflatten(1, (visits.tiles, -1)).any(2)
+        drawing.save(path, pictures.of_ranks(seen, torch.tensor(self.division.owner), self.division.ranks))
 
 
 def describe(division: Division, seen: torch.Tensor, traffic: Traffic) -> Described:
@@ -99,18 +104,3 @@ def _overlap(traffic: Traffic) -> str:
     if traffic.parts == 1:
         return "all keys are fetched, then computed with at once: nothing overlaps, nothing is merged"
     return "the rank's own keys are computed with while others come; parts are merged by their LSE"
-
-
-def draw(described: Described, path: str | os.PathLike[str]) -> None:
-    """Who computes what, tile by tile. Raises: `MissingDependency` without matplotlib."""
-    plt = picture.pyplot()
-    visits = described.division.visits
-    seen = visits.seen.unflatten(1, (visits.tiles, -1)).any(2)
-    colours = torch.where(seen, torch.tensor(described.division.owner)[:, None].double(), float("nan"))
-    figure, axes = plt.subplots(figsize=(6, 6), layout="constrained")
-    axes.imshow(colours.numpy(), cmap="tab20", interpolation="nearest", vmin=0, vmax=max(19, described.division.ranks))
-    axes.set(
-        xlabel="tile of keys", ylabel="tile of queries", title=f"{described.division.ranks} ranks, one colour each"
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -13,7 +13,6 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.analysis.picture import tiles_of
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running import emulated
@@ -23,6 +22,7 @@ from composattn.call.problem import Problem
 from composattn.emulator import program as programs
 from composattn.mods import masks, scores
 from composattn.mods.mask import Mask
+from tests.dense_tiles import tiles_of
 from tests.support import qkv, sampled
 
 BLOCKS = torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[0, 1, 0], [1, 1, 1], [0, 0, 1]]], dtype=torch.bool)

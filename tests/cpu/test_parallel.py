@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.analysis.drawing import PALE
 from composattn.mods import causal, document, sliding_window
 from composattn.parallel import context
 from composattn.parallel.describe import describe
@@ -168,12 +170,12 @@ def test_sixty_four_tiles_a_rank_are_balanced_and_windows_move_halos_only(mask: 
 
 
 def test_who_computes_what_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     visits = visits_of(causal().expr, 1024, 64, 16)
     division = divide(visits, 4)
     found = describe(division, visits.seen, chosen("auto", None, division, visits.seen, TensorSizes(heads=4)))
-    found.picture(tmp_path / "who.png")
-    assert (tmp_path / "who.png").stat().st_size > 1000
+    found.picture(tmp_path / "who.svg")
+    drawn = (tmp_path / "who.svg").read_text()
+    assert len(set(re.findall('<path d="M[^"]*" fill="(#[0-9a-f]*)"/>', drawn)) - {PALE}) == 4  # and heads of arrows
     assert [row.rows for row in found.rows] == [256] * 4
     assert "0.00%" in str(found)
 

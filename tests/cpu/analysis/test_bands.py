@@ -12,14 +12,15 @@ import torch
 import composattn as ca
 from composattn.analysis import matches
 from composattn.analysis.bands import EVERYTHING, NOTHING, TileInterval, row_limits, tile_intervals, transposed
+from composattn.analysis.dense import dense
 from composattn.analysis.derived import Derived, derive, refresh
-from composattn.analysis.picture import dense, tiles_of
 from composattn.analysis.program import Program
 from composattn.graph.content import content
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import Capture, DType, Expr, captures, const
 from composattn.mods import masks
 from tests.cpu.analysis.random_masks import RandomMask
+from tests.dense_tiles import tiles_of
 from tests.support import count_calls
 
 

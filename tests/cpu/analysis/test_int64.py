@@ -17,10 +17,10 @@ import torch
 import composattn as ca
 from composattn import errors
 from composattn.analysis.bands import row_limits, tile_intervals, transposed
-from composattn.analysis.picture import tiles_of
 from composattn.mods.mask import Mask
 from tests.cpu.analysis.test_bands import check, ends
 from tests.cpu.analysis.test_row_limits import run, run_of_columns
+from tests.dense_tiles import tiles_of
 
 Mod = Callable[[Any, Any, Any, Any], Any]
 MOST, LEAST = 2**63 - 1, -(2**63)

@@ -14,13 +14,14 @@ import composattn as ca
 from benchmarks.host_work import Operations
 from composattn import errors
 from composattn.analysis import tile_lists as block_map
-from composattn.analysis.picture import dense, tiles_of
+from composattn.analysis.dense import dense
 from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, made_lists, reason_for_lists
 from composattn.analysis.tiles import EMPTY, FULL
 from composattn.call.block_sparse import Table
 from composattn.mods import masks
 from composattn.mods.mask import Mask
 from tests.cpu.analysis.random_masks import RandomMask
+from tests.dense_tiles import tiles_of
 
 CPU = torch.device("cpu")
 

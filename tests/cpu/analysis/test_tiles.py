@@ -11,11 +11,12 @@ import torch
 
 import composattn as ca
 from composattn import errors
-from composattn.analysis.picture import dense, tiles_of
+from composattn.analysis.dense import dense
 from composattn.analysis.tiles import tiles
 from composattn.mods import masks
 from composattn.mods.mask import Mask
 from tests.cpu.analysis.random_masks import RandomMask
+from tests.dense_tiles import tiles_of
 
 
 def sound(mask: RandomMask) -> None:
@@ -134,20 +135,6 @@ def test_shape_follows_what_the_mask_depends_on() -> None:
 def test_what_is_no_shape_is_refused(bad: dict) -> None:
     with pytest.raises(errors.InvalidArgument, match=next(iter(bad))):
         masks.causal().tiles(**{"q_len": 8, "kv_len": 8, **bad})
-
-
-def test_a_picture_is_drawn(tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    masks.causal().picture(tmp_path / "mask.png", 64)
-    assert (tmp_path / "mask.png").stat().st_size > 1000
-
-
-def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(errors.MissingDependency, match="pip install 'matplotlib"):
-        masks.causal().picture(tmp_path / "mask.png", 64)
 
 
 def test_the_sign_of_what_is_no_number_is_zero() -> None:

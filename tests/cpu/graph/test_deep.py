@@ -10,10 +10,10 @@ import torch
 
 import composattn as ca
 from composattn.analysis.bands import tile_intervals
-from composattn.analysis.picture import tiles_of
 from composattn.graph.balanced import balanced
 from composattn.graph.expr import DEEP
 from composattn.mods.mask import Mask
+from tests.dense_tiles import tiles_of
 
 Mod = Callable[..., Any]
 

@@ -10,12 +10,12 @@ import torch
 import composattn as ca
 from composattn.analysis.bands import TileInterval, tile_intervals, transposed
 from composattn.analysis.derived import refresh
-from composattn.analysis.picture import tiles_of
 from composattn.analysis.tile_lists import Extent, KeyLists, QueryLists, made_lists
 from composattn.graph.evaluate import Env, evaluate_all
 from composattn.graph.expr import captures
 from composattn.mods import masks
 from composattn.mods.mask import Mask
+from tests.dense_tiles import tiles_of
 
 S = 256
 DRAW = torch.Generator().manual_seed(0)
