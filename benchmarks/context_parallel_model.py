@@ -54,7 +54,7 @@ def masks(tokens: int, seed: int = 0) -> dict[str, Mask]:
 def busiest(division: Division, node: int) -> tuple[int, int]:
     """Rows that the rank which fetches most gets from its own node, and from others."""
     rank = max(range(division.ranks), key=division.fetched.__getitem__)
-    wanted = division.needs(rank) & ~division.owns(rank)
+    wanted = division.needs(rank, division.visits.seen) & ~division.owns(rank)
     first = rank // node * node
     near = sum(int((wanted & division.owns(r)).sum()) for r in range(first, min(first + node, division.ranks)))
     grain = division.visits.grain

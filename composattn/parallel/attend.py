@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from ..call.autograd import BackwardInputs
 from ..call.strides import in_order_of
 from ..errors import GradientUnsupported
 from ..graph.dynamo import left_alone
 from ..graph.foreign import in_memory
 from ..graph.moved import Addresses
 from .exchange import Ranks
-from .strategy import Given, Known, Strategy
+from .strategy import Given, Strategy
 
 T = torch.Tensor
 
@@ -57,7 +58,7 @@ class _SharedAttention(torch.autograd.Function):
         given, saved = rest[: ctx.count], rest[ctx.count :]
         ctx.read.refuse_moved(given)
         dout = torch.zeros_like(out) if dout is None else dout
-        known = Known(q, k, v, out, lse, dout, dlse, given, ctx.needs_input_grad[3:])
+        known = BackwardInputs(q, k, v, out, lse, dout, dlse, given, ctx.needs_input_grad[3:])
         found = gradients(ctx.strategy, known, ctx.begun, saved, ctx.sink, ctx.whole)
         grads = [
             None if g is None else in_order_of(t, g.to(t.dtype)) if t.ndim == 4 else g.to(t.dtype)
@@ -67,7 +68,7 @@ class _SharedAttention(torch.autograd.Function):
 
 
 def gradients(
-    strategy: Strategy, known: Known, begun: Any, saved: Sequence[T], sink: int | None, whole: bool
+    strategy: Strategy, known: BackwardInputs, begun: Any, saved: Sequence[T], sink: int | None, whole: bool
 ) -> list[T | None]:
     """Gradients of q, k, v and each given tensor, where wanted; `sink`: which of the given tensors has the sinks."""
     dlse = None if known.dlse is None else in_memory(known.dlse)
@@ -76,17 +77,17 @@ def gradients(
     if known.wanted[0] and found[0] is None:  # nothing is seen
         found[0] = torch.zeros_like(known.q)
     if sink is not None and known.wanted[3 + sink]:
-        of_rows, before = _sink_gradient(known, known.given[sink]), found[3 + sink]
+        of_rows, before = _sink_gradient(known, known.captured[sink]), found[3 + sink]
         found[3 + sink] = of_rows if before is None else before + of_rows
     if whole:
         found[3:] = [
             total_of(strategy.ranks, t, g) if want else None
-            for t, g, want in zip(known.given, found[3:], known.wanted[3:], strict=True)
+            for t, g, want in zip(known.captured, found[3:], known.wanted[3:], strict=True)
         ]
     return [g if want else None for g, want in zip(found, known.wanted, strict=True)]
 
 
-def _sink_gradient(known: Known, sinks: T) -> T:
+def _sink_gradient(known: BackwardInputs, sinks: T) -> T:
     """The sinks' gradient from this rank's rows: a sink is a key without a value, see `backends.sinks`."""
     delta = (known.dout.to(known.lse.dtype) * known.out.to(known.lse.dtype)).sum(-1)
     delta = delta if known.dlse is None else delta - known.dlse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -215,7 +216,4 @@ def _packed(varlen: Any, seq_len: Any) -> tuple[Packed | None, Any]:
 
 def _visits(graphs: Sequence[Graphs], seq_len: int, tile: int, grain: int, batch: int, heads: int) -> Visits:
     """The visits of all attentions of a model together."""
-    first, *others = (visits_of(g.mask, seq_len, tile, grain, batch, heads) for g in graphs)
-    for other in others:
-        first = first.joined(other)
-    return first
+    return functools.reduce(Visits.joined, (visits_of(g.mask, seq_len, tile, grain, batch, heads) for g in graphs))

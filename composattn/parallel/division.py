@@ -51,9 +51,9 @@ class Division:
         """The tiles of a rank, ascending."""
         return (self._owners == rank).nonzero().flatten()
 
-    def needs(self, rank: int, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """bool (grains,): what the queries of a rank see; `seen`: of another attention than it was divided for."""
-        return (self.visits.seen if seen is None else seen)[self.tiles_of(rank)].any(0)
+    def needs(self, rank: int, seen: torch.Tensor) -> torch.Tensor:
+        """bool (grains,): what the queries of a rank see, of an attention whose tiles have `seen`."""
+        return seen[self.tiles_of(rank)].any(0)
 
     def owns(self, rank: int) -> torch.Tensor:
         """bool (grains,): the keys of a rank."""
@@ -61,7 +61,11 @@ class Division:
 
     @cached_property
     def fetched(self) -> list[int]:
-        each = ((self.needs(r) & ~self.owns(r)).sum() for r in range(self.ranks))
+        return self.fetched_of(self.visits.seen)
+
+    def fetched_of(self, seen: torch.Tensor) -> list[int]:
+        """Rows that each rank fetches for an attention that sees so."""
+        each = ((self.needs(r, seen) & ~self.owns(r)).sum() for r in range(self.ranks))
         return [int(n) * self.visits.grain for n in each]
 
 
@@ -90,7 +94,9 @@ def _divided(visits: Visits, ranks: int, run: int, tolerance: float) -> Division
         rank = min((r for r in range(ranks) if room[r]), key=lambda r: (load[r], r))
         owner[n], room[rank], load[rank] = rank, room[rank] - 1, load[rank] + pairs[n]
     owners = torch.tensor(owner).repeat_interleave(run)
-    return Division(visits, ranks, tuple(_renamed(_swapped(owners, visits.pairs, ranks, tolerance).tolist())))
+    owner = _swapped(owners, visits.pairs, ranks, tolerance).tolist()
+    names = {r: n for n, r in enumerate(dict.fromkeys(owner))}  # ranks in the order of their first tiles
+    return Division(visits, ranks, tuple(names[r] for r in owner))
 
 
 def _swapped(owner: torch.Tensor, pairs: torch.Tensor, ranks: int, tolerance: float) -> torch.Tensor:
@@ -125,9 +131,3 @@ def _best_swap(
     if not 0 < float(moved.flatten()[best]) < 2 * wanted:
         return None
     return int(given[best % len(given)]), int(taken[at.flatten()[best]])
-
-
-def _renamed(owner: list[int]) -> list[int]:
-    """Ranks in the order of their first tiles."""
-    names = {r: n for n, r in enumerate(dict.fromkeys(owner))}
-    return [names[r] for r in owner]

@@ -14,7 +14,7 @@ from .exchange import PendingRows, Ranks
 from .offset_mods import OffsetMods
 from .part_call import Offsets
 from .row_moves import by_heads, by_rows
-from .strategy import Given, Known, sunk
+from .strategy import Given, sunk
 
 T = torch.Tensor
 
@@ -49,7 +49,7 @@ class ByHeads:
         tops = None if top is None or not asked.max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
         return mine[0], mine[1].squeeze(-1), tops, call, [*moved, out, lse] if self.keep else []
 
-    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
+    def backward(self, known: BackwardInputs, begun: Any, saved: Sequence[T]) -> list[T | None]:
         if self.keep:
             q, k, v, out, lse = saved
         else:
@@ -57,8 +57,7 @@ class ByHeads:
             lse = lse.squeeze(-1)
         (dout,) = self._all_rows(known.dout)
         dlse = None if known.dlse is None else self._all_rows(known.dlse.unsqueeze(-1))[0].squeeze(-1)
-        inputs = BackwardInputs(q, k, v, out, lse, dout, dlse, captured=(), wanted=known.wanted)
-        grads = begun.backward(inputs, len(known.given))
+        grads = begun.backward(known._replace(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse))
         own = [
             self._own_rows(g) if g is not None and want else None
             for g, want in zip(grads, known.wanted[:3], strict=False)

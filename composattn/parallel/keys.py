@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..call.autograd import BackwardInputs
+from ..call.autograd import BackwardInputs, Grads
 from . import part_call
 from .exchange import PendingRows, Ranks
 from .merged import Merged
@@ -21,7 +21,7 @@ from .movement import Movement, Part, SubCall
 from .offset_mods import OffsetMods
 from .part_call import Begun, Offsets
 from .row_moves import Where, added, by_heads, by_rows, lengths, put, taken, views, where
-from .strategy import Given, Known, sunk
+from .strategy import Given, sunk
 
 T = torch.Tensor
 
@@ -138,10 +138,10 @@ class ByKeys:
 
         return arrived
 
-    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
+    def backward(self, known: BackwardInputs, begun: Any, saved: Sequence[T]) -> list[T | None]:
         needs_keys = known.wanted[1] or known.wanted[2]
         dq = _RowSums(known.q, [sub.rows for part in self.parts for sub in part.part.sub_calls])
-        of_given: list[T | None] = [None] * len(known.given)
+        of_given: list[T | None] = [None] * len(known.captured)
         coming: list[_Coming] = []
         fetched = self._known_again(known.k, known.v, list(saved))
         while fetched:
@@ -178,9 +178,9 @@ class ByKeys:
                 found.append((part, part.own_keys(k), part.own_keys(v)))
         return found
 
-    def _gradients_of(self, known: Known, sub: SubCall, call: Begun, k_part: T, v_part: T) -> Sequence[T | None]:
+    def _gradients_of(self, known: BackwardInputs, sub: SubCall, call: Begun, k_part: T, v_part: T) -> Grads:
         rows, keys = sub.rows, sub.keys
-        inputs = BackwardInputs(
+        inputs = known._replace(
             q=known.q[:, :, rows],
             k=k_part[:, :, keys],
             v=v_part[:, :, keys],
@@ -188,11 +188,9 @@ class ByKeys:
             lse=known.lse[:, :, rows],
             dout=known.dout[:, :, rows],
             dlse=None if known.dlse is None else known.dlse[:, :, rows],
-            captured=(),
-            wanted=known.wanted,
             partial=len(self.parts) > 1,
         )
-        return call.backward(inputs, len(known.given))
+        return call.backward(inputs)
 
     def _returned(self, part: OnDevice, *grads: T) -> _Coming:
         """Gradients of a part's keys and values, on their way to the ranks that they belong to."""

@@ -16,7 +16,6 @@ import torch
 from .division import Division
 
 MOST_RUNS = 4  # calls that stand for one; beyond it tables of positions serve
-GATHER_FROM = 0.9  # of all others' rows: from there on all of them are gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +63,8 @@ class Movement:
     parts_asked: int
 
     @staticmethod
-    def of(division: Division, seen: torch.Tensor, rank: int, *, gather: bool | None, parts: int) -> Movement:
-        """`gather`: whether every rank gets all keys; None: where it needs most of them anyway."""
-        if gather is None:
-            others = division.visits.tiles * division.visits.tile * (1 - 1 / division.ranks)
-            gather = min(_fetched(division, seen)) >= GATHER_FROM * others
+    def of(division: Division, seen: torch.Tensor, rank: int, *, gather: bool, parts: int) -> Movement:
+        """`gather`: whether every rank gets all keys."""
         most = 1 if division.ranks == 1 else 2 if gather else division.ranks
         return Movement(division, seen, rank, gather, min(parts, most))
 
@@ -83,20 +79,18 @@ class Movement:
         if self.gather:
             rows = self.division.visits.tiles * self.division.visits.tile
             return [rows - rows // self.division.ranks] * self.division.ranks
-        return _fetched(self.division, self.seen)
-
-    def wanted(self, rank: int) -> torch.Tensor:
-        """bool (grains,): what a rank fetches."""
-        owned = self.division.owns(rank)
-        return ~owned if self.gather else self.division.needs(rank, self.seen) & ~owned
-
-    @cached_property
-    def _wanted(self) -> list[torch.Tensor]:
-        return [self.wanted(r) for r in range(self.division.ranks)]
+        return self.division.fetched_of(self.seen)
 
     @cached_property
     def _owned(self) -> list[torch.Tensor]:
         return [self.division.owns(r) for r in range(self.division.ranks)]
+
+    @cached_property
+    def _wanted(self) -> list[torch.Tensor]:
+        """bool (grains,) of each rank: what it fetches."""
+        if self.gather:
+            return [~owned for owned in self._owned]
+        return [self.division.needs(r, self.seen) & ~owned for r, owned in enumerate(self._owned)]
 
     def group_of(self, to: int, source: int) -> int:
         """In which part a rank fetches from another one: nearer ones first, so that all send and fetch at one time."""
@@ -168,8 +162,3 @@ class Movement:
 def rows_of(numbers: torch.Tensor, size: int) -> torch.Tensor:
     """The rows of tiles or grains."""
     return (numbers[:, None] * size + torch.arange(size)).flatten()
-
-
-def _fetched(division: Division, seen: torch.Tensor) -> list[int]:
-    each = ((division.needs(r, seen) & ~division.owns(r)).sum() for r in range(division.ranks))
-    return [int(n) * division.visits.grain for n in each]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call.autograd import BackwardInputs
 from ..call.inputs import Asked, Inputs
 from ..call.strides import ordered
 from ..dispatch.gradient_operator import differentiable, gradient_of, in_form
@@ -31,7 +32,7 @@ from ..mods.score import Score
 from ..mods.sink import Sink
 from .attend import gradients
 from .shard import SharedPlan, given_of, refuse_eight_bits, shard_of
-from .strategy import Given, Known
+from .strategy import Given
 
 
 def call(number: int, inputs: Inputs, serialized: Serialized, asked: Asked) -> Any:
@@ -142,7 +143,7 @@ def attend_shared_backward(
     of_given = [False] * len(tensors)
     for place, want in zip(bound.places, wanted[3:], strict=True):
         of_given[place] |= want
-    known = Known(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *of_given))
+    known = BackwardInputs(q, k, v, out, lse, grad_out, grad_lse, tensors, (*wanted[:3], *of_given))
     dq, dk, dv, *totals = gradients(strategy, known, begun, saved, bound.given.sink, bound.whole)
     grads = [dq, dk, dv]
     for place in bound.places:  # a tensor that is there twice gets its gradient once

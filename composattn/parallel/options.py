@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import errors
@@ -12,19 +13,15 @@ Method = Literal["auto", "exchange", "gather", "heads"]
 CapturedGradients = Literal["whole", "partial"]
 
 
+@dataclass(eq=False)
 class Options:
     """What `ca.ContextParallel` is made with, which says what each option means."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        method: Method,
-        parts: int | None,
-        keep_fetched: bool,
-        captured_gradients: CapturedGradients,
-    ) -> None:
-        self.ranks, self.method, self.parts, self.keep_fetched = ranks, method, parts, keep_fetched
-        self.captured_gradients = captured_gradients
+    ranks: Ranks
+    method: Method
+    parts: int | None
+    keep_fetched: bool
+    captured_gradients: CapturedGradients
 
 
 def check_options(method: Any, parts: Any, keep: Any, gradients: Any, timeout: Any) -> None:

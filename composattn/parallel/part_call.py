@@ -56,9 +56,9 @@ class Begun:
     read: tuple[torch.Tensor, ...]
     of: tuple[int, ...]
 
-    def backward(self, known: BackwardInputs, count: int) -> Grads:
-        """(dq, dk, dv, *d given): `known.wanted` speaks of q, k, v and of the `count` given tensors."""
-        given = known.wanted[3:]
+    def backward(self, known: BackwardInputs) -> Grads:
+        """(dq, dk, dv, *d given): `known.captured` and `known.wanted` are of the given tensors."""
+        count, given = len(known.captured), known.wanted[3:]
         asked = (*known.wanted[:3], *(n >= 0 and given[n] for n in self.of))
         known = known._replace(captured=self.read, wanted=asked)
         with _numbers:

@@ -1,4 +1,4 @@
-"""Strategies of sharing an attention: what a forward is given and returns, and what a backward knows."""
+"""Strategies of sharing an attention: what a forward is given and returns, and what a backward returns."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..call.autograd import BackwardInputs
 from .exchange import Ranks
 
 T = torch.Tensor
-
-
-class Known(NamedTuple):
-    """What a backward is given: what the forward had and gave, and the gradients of what it gave."""
-
-    q: T
-    k: T
-    v: T
-    out: T
-    lse: T
-    dout: T
-    dlse: T | None
-    given: Sequence[T]
-    wanted: Sequence[bool]
 
 
 class Given(NamedTuple):
@@ -49,8 +36,8 @@ class Strategy(Protocol):
     def forward(self, q: T, k: T, v: T, asked: Given) -> tuple[T, T, T | None, Any, list[T]]:
         """(out, lse, max_scores, what was begun, tensors that the backward needs besides)."""
 
-    def backward(self, known: Known, begun: Any, saved: Sequence[T]) -> list[T | None]:
-        """Gradients of q, k, v and of each given tensor, those of this rank's rows."""
+    def backward(self, known: BackwardInputs, begun: Any, saved: Sequence[T]) -> list[T | None]:
+        """Gradients of q, k, v and of each given tensor, `known.captured`, those of this rank's rows."""
 
 
 def sunk(out: T, lse: T, sinks: T | None) -> tuple[T, T]:

@@ -11,9 +11,9 @@ import torch
 
 from .. import errors
 from .division import Division
-from .movement import GATHER_FROM, Movement
 
 METHODS = ("auto", "exchange", "gather", "heads")
+GATHER_FROM = 0.9  # of all others' rows: from there on all of them are gathered
 RECEIVED, COMPUTED = 300e9, 500e12  # bytes and FLOP per second of a rank, which times are estimated with
 
 
@@ -62,7 +62,7 @@ def received_by_heads(division: Division, shape: TensorSizes) -> int:
 
 def chosen(method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: TensorSizes) -> Traffic:
     """How the ranks share an attention of this shape. Raises: `HeadsIndivisible` where heads were asked for."""
-    by_keys = Movement.of(division, seen, 0, gather=False, parts=1).fetched
+    by_keys = division.fetched_of(seen)
     rows = division.visits.tiles * division.visits.tile * (1 - 1 / division.ranks)
     by_heads = received_by_heads(division, shape)
     divisible = shape.kv_heads % division.ranks == 0
@@ -80,13 +80,7 @@ def chosen(method: str, parts: int | None, division: Division, seen: torch.Tenso
         return Traffic("heads", 1, (by_heads,) * division.ranks, shape)
     each = [int(rows)] * division.ranks if method == "gather" else by_keys
     received = tuple(n * shape.kv_row for n in each)
-    if parts is None:
-        parts = parts_for(received, division, shape)
+    if parts is None:  # two where a fetch takes a tenth of the computation: hiding it pays for merging two results
+        computing = shape.flops(max(division.pairs, default=0.0) * shape.heads * shape.batch) / COMPUTED
+        parts = 2 if max(received, default=0) / RECEIVED > 0.1 * computing else 1
     return Traffic(method, parts, received, shape)
-
-
-def parts_for(received: tuple[int, ...], division: Division, shape: TensorSizes) -> int:
-    """Two where the fetch takes a tenth of the computation or more: hiding it then pays for merging two results."""
-    heads = shape.heads * shape.batch
-    computing = shape.flops(max(division.pairs, default=0.0) * heads) / COMPUTED
-    return 2 if max(received, default=0) / RECEIVED > 0.1 * computing else 1
