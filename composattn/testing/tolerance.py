@@ -143,7 +143,7 @@ def check(attention: Attention, case: Case, *, factor: float = FACTOR) -> None:
     `attention` is called as `composattn.attention` is; `functools.partial(composattn.attention, backend="hopper")`
     checks a backend. Raises AssertionError with every error and what it may be.
     """
-    assert_case_close(run(attention, case), case, factor)
+    assert_attention_close(run(attention, case), case, factor)
 
 
 def run(attention: Attention, case: Case) -> Results:
@@ -168,38 +168,6 @@ def run(attention: Attention, case: Case) -> Results:
             return {"out": out, "lse": lse}
         out, lse = attention(q, k, v, **mods, return_lse=True)
         return _with_gradients(out, lse, q, k, v, case.learned, case)
-
-
-def assert_attention_close(
-    actual: Mapping[str, torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    scale: float | None = None,
-    dout: torch.Tensor | None = None,
-    dlse: torch.Tensor | None = None,
-    factor: float = FACTOR,
-    name: str = "",
-    varlen: Varlen | None = None,
-    paged: Paged | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout: tuple[float, int] = (0.0, 0),
-) -> None:
-    """Holds the results of an attention call to the tolerance of this page.
-
-    actual: what was computed, by name, all or some of "out" (B, Hq, Sq, Dv), "lse" (B, Hq, Sq), "dq", "dk", "dv", and
-    "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
-    read them first, sinks last.
-    dout, dlse: the gradients of out and lse that the computed ones belong to; None is no gradient through it.
-    varlen, paged, sinks, dropout (p, seed): as of the call; shapes are then those of a packed one.
-
-    Raises: AssertionError, with a table of errors and what they may be.
-    """
-    case = Case(q, k, v, score_mod, mask_mod, scale, dout, dlse, name, varlen, paged, sinks, dropout)
-    assert_case_close(actual, case, factor)
 
 
 def _is_within(errors: Pair, allowed: Pair) -> bool:
@@ -232,8 +200,15 @@ def _allowed(
     return allowed
 
 
-def assert_case_close(actual: Mapping[str, torch.Tensor], case: Case, factor: float = FACTOR) -> None:
-    """`assert_attention_close` of what was computed of a case."""
+def assert_attention_close(actual: Mapping[str, torch.Tensor], case: Case, factor: float = FACTOR) -> None:
+    """Holds the results of an attention call to the tolerance of this page.
+
+    actual: what was computed, by name, all or some of "out" (B, Hq, Sq, Dv), "lse" (B, Hq, Sq), "dq", "dk", "dv", and
+    "d captured 0", ... for the captured tensors that require grad, in the order in which the score mod and the mask
+    read them first, sinks last; packed as the case is.
+
+    Raises: AssertionError, with a table of errors and what they may be; KeyError for a name that is no result.
+    """
     case = case.wide
     exact = _reference(case, torch.float64)
     for key in actual:

@@ -212,10 +212,7 @@ def test_all_modes_give_the_same_right_gradients(name: str, blocks: int, in_orde
                 results.append(run_case(attention, case))
     assert asked or not by_two(name)
     assert {"dq", "dk", "dv"} <= set(results[0])
-    assert_attention_close(
-        results[0], case.q, case.k, case.v, score_mod=case.score_mod, mask_mod=case.mask_mod, scale=case.scale,
-        dout=case.dout, dlse=case.dlse, varlen=case.varlen, name=name,
-    )  # fmt: skip
+    assert_attention_close(results[0], case)
     for mode, result in zip(modes, results, strict=True):
         for key in result.keys() - (set() if in_order else {"dq"}):
             assert torch.equal(result[key], results[0][key]), f"{key} differs in {mode} mode"

@@ -64,7 +64,7 @@ def test_all_modes_give_the_same_right_numbers(mods: str, shape: str, generator:
         with emulating(mode):
             results.append(ca.attention(q, k, v, **CASES[mods], backend="blackwell-emulated", return_lse=True))
     out, lse = results[0]
-    assert_attention_close({"out": out, "lse": lse}, q, k, v, **CASES[mods])
+    assert_attention_close({"out": out, "lse": lse}, Case(q, k, v, **CASES[mods]))
     for mode, (other, its_lse) in zip(MODES, results, strict=True):
         assert torch.equal(other, out), f"out differs in {mode} mode"
         assert torch.equal(its_lse, lse), f"lse differs in {mode} mode"

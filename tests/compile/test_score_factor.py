@@ -15,7 +15,7 @@ import composattn as ca
 from composattn.backends.fused.running.gradient import FusedGradient
 from composattn.mods import causal, softcap
 from composattn.mods.score import Score
-from composattn.testing.tolerance import Case, assert_case_close, check, run
+from composattn.testing.tolerance import Case, assert_attention_close, check, run
 from tests.support import outlier_normal
 
 LENGTH, HEADS = 150, 4
@@ -76,7 +76,7 @@ def test_of_gates_that_are_all_0_only_what_should_be_0_is_a_little_off(
     asked = case("all gates 0, a cap behind", generator)
     found = run(partial(ca.attention, backend="hopper-emulated"), asked)
     nothing = [found.pop(name) for name in ("dq", "dk")]
-    assert_case_close(found, asked)
+    assert_attention_close(found, asked)
     assert all(float(t.abs().max()) < 1e-20 for t in nothing) and not in_pytorch
 
 

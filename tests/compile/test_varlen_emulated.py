@@ -18,7 +18,7 @@ from composattn.mods.mask import Mask
 from composattn.mods.masks import causal, padding, prefix_lm, sliding_window
 from composattn.mods.score import Score
 from composattn.mods.scores import alibi, softcap
-from composattn.testing import assert_attention_close
+from composattn.testing import Case, assert_attention_close
 from tests.support import outlier_normal, sampled
 
 LENGTHS = (70, 0, 1, 130, 200)
@@ -85,12 +85,14 @@ def test_each_sequence_is_as_if_alone(name: str, generator: torch.Generator) -> 
         one, its_k, its_v = (x.transpose(0, 1)[None] for x in (q[mine], k[keys], v[keys]))
         assert_attention_close(
             {"out": out[mine].transpose(0, 1)[None], "lse": lse[None, :, mine]},
-            one,
-            its_k,
-            its_v,
-            score_mod=None if case.score is None else Score(of_sequence(Score.of(case.score).expr, b)),
-            mask_mod=None if case.mask is None else Mask(of_sequence(Mask.of(case.mask).expr, b)),
-            name=f"{name}, sequence {b}",
+            Case(
+                one,
+                its_k,
+                its_v,
+                score_mod=None if case.score is None else Score(of_sequence(Score.of(case.score).expr, b)),
+                mask_mod=None if case.mask is None else Mask(of_sequence(Mask.of(case.mask).expr, b)),
+                name=f"{name}, sequence {b}",
+            ),
         )
     assert (out[unused] == 0).all()
     assert (lse[:, unused] == -torch.inf).all()

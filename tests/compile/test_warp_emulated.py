@@ -66,7 +66,7 @@ def test_all_modes_give_the_same_right_numbers(mods: str, size: str, generator: 
     out, lse = results[0]
     wanted = dict(CASES[mods])
     dropout = wanted.pop("dropout_p", 0.0), wanted.pop("dropout_seed", 0)
-    assert_attention_close({"out": out, "lse": lse}, q, k, v, **wanted, dropout=dropout)
+    assert_attention_close({"out": out, "lse": lse}, Case(q, k, v, **wanted, dropout=dropout))
     for other, its_lse in results:
         assert torch.equal(other, out) and torch.equal(its_lse, lse)
 
@@ -114,7 +114,7 @@ def test_every_tile_gives_right_numbers(said: dict[str, Any], generator: torch.G
     for mode in MODES:
         with emulating(mode):
             out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
-        assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
+        assert_attention_close({"out": out, "lse": lse}, Case(q, k, v, mask_mod=causal()))
 
 
 FEW = dataclasses.replace(AMPERE, sms=3)  # so that persistent blocks walk over several tiles each
@@ -188,7 +188,7 @@ def test_lines_of_fewer_columns_than_eight_warps_copy_have_blocks_of_four(
     plan = plan_forward(Problem.of(q, k, v), ca.Attention(mask_mod=causal()).program, ADA)
     assert (plan.tiling.tile_n, plan.tiling.warps) == (32, 4)  # type: ignore[attr-defined]
     out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])
-    assert_attention_close({"out": out, "lse": lse}, q, k, v, mask_mod=causal())
+    assert_attention_close({"out": out, "lse": lse}, Case(q, k, v, mask_mod=causal()))
 
 
 EIGHT_BITS = cases_of_bytes(300, "cpu")
@@ -220,7 +220,7 @@ def test_an_image_is_not_cut_into_strips_and_explain_says_why(generator: torch.G
     attend = ca.Attention(mask_mod=near, backend="warp-emulated")
     said = str(ca.Attention(mask_mod=near, backend="warp").explain(q, k, v))
     assert "strips: nothing, as the copies of warp bring no boxes of an image" in said
-    assert_attention_close({"out": attend(q, k, v)}, q, k, v, mask_mod=near)
+    assert_attention_close({"out": attend(q, k, v)}, Case(q, k, v, mask_mod=near))
 
 
 def test_more_columns_than_256_are_refused() -> None:

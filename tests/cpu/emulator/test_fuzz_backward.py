@@ -19,7 +19,7 @@ import composattn as ca
 from composattn.testing import Case, run
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
-from composattn.testing.tolerance import assert_case_close
+from composattn.testing.tolerance import assert_attention_close
 from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, held_in_every_mode, report, seeds
 from tests.pairs import sharing
 
@@ -69,7 +69,7 @@ class GradientCall:
     def check(self, backend: str) -> None:
         """Raises: AssertionError where a result is off or differs between modes; unordered dQ may by its last bits."""
         (first, *others), case = self.results(backend), self.case
-        assert_case_close(first, case)
+        assert_attention_close(first, case)
         for mode, found in zip(MODES[1:], others, strict=True):
             for name, value in found.items():
                 if name != "dq" or self.in_order:

@@ -25,7 +25,7 @@ from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Choices, Seeded
-from composattn.testing.tolerance import assert_case_close
+from composattn.testing.tolerance import assert_attention_close
 from tests.case_parts import draw_part
 from tests.support import cut_as_long_ones, on_few_sms
 
@@ -109,7 +109,7 @@ class Call:
             for name, value in found.items():
                 assert torch.equal(value, results[0][name]), f"{name} differs in {mode} mode"
         top = results[0].pop("max_scores", None)
-        assert_case_close(results[0], case)
+        assert_attention_close(results[0], case)
         if top is not None:
             _, _, exact = self.attention("reference")(case.q, case.k, case.v)
             torch.testing.assert_close(top, exact, rtol=1e-4, atol=1e-4, msg=lambda m: f"max_scores: {m}")
