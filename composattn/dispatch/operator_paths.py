@@ -15,7 +15,7 @@ from ..analysis.refreshed import belongs_to_graph
 from ..call import checks
 from ..call.inputs import Inputs
 from ..call.prepared import OperatorPath
-from ..graph.forms import of_several_forms
+from ..graph.forms import of_the_form
 from .operator_plans import LIMIT, OperatorPlan
 from .transforms import active
 
@@ -57,6 +57,6 @@ def learn(form: str, plan: OperatorPlan, inputs: Inputs, captured: Sequence[torc
     path = planned.prepared(inputs).operator_path(inputs, plan.captures)
     if path is not None:
         known = _paths.pop(form, ())
-        _paths[form] = ((of_several_forms(*tensors), path), *known[: _KINDS - 1])
+        _paths[form] = ((of_the_form(*tensors), path), *known[: _KINDS - 1])
         while len(_paths) > LIMIT:
             _paths.popitem(last=False)

@@ -19,7 +19,7 @@ from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES
 from ....graph.borrowed import Borrowed, BorrowedCapture
 from ....graph.expr import Capture
-from ....graph.forms import of_several_forms
+from ....graph.forms import of_the_form
 from ..tiles.work import WorkTables
 from .bound_call import is_bindable, memory_of
 from .kernels import FusedKernels
@@ -81,7 +81,7 @@ class BoundOperator:
         launcher = None if gradient is None else gradient.launcher_before(False, (False,) * len(self._at))
         if launcher is None or dout.dtype is not out.dtype or not _is_known_by_forms(launcher):
             return
-        are_of_forms = of_several_forms(q, k, v, out, dout, *captured)
+        are_of_forms = of_the_form(q, k, v, out, dout, *captured)
         self._backwards = ((are_of_forms, launcher), *self._backwards[: _KINDS - 1])
 
     def _read(
