@@ -255,20 +255,17 @@ class RefreshedTogether:
         if not self._replays or derives_anew() or refreshed.belongs_to_graph():
             refresh(self.derived)
             return
-        old = self._out_of_date()
+        out_of_date: dict[Derived, None] = {}
+        for d in self._order:
+            if not out_of_date.keys().isdisjoint(d.sources) or not d.is_up_to_date():
+                out_of_date[d] = None
+        old = tuple(out_of_date)
         if old:
             run = self._runs.get(old)
             if run is None:
                 run = self._runs[old] = _Together(old)
             if not run():
                 refresh(self.derived)
-
-    def _out_of_date(self) -> tuple[Derived, ...]:
-        old: dict[Derived, None] = {}
-        for d in self._order:
-            if not old.keys().isdisjoint(d.sources) or not d.is_up_to_date():
-                old[d] = None
-        return tuple(old)
 
 
 class _Together:

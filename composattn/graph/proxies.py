@@ -86,19 +86,6 @@ class Symbolic:
     def is_complex(self) -> bool:
         return False
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        for a in (*args, *kwargs.values()):
-            if isinstance(a, torch.dtype):
-                return cast(self, a)
-            if isinstance(a, (Symbolic, torch.Tensor)):
-                return cast(self, a.dtype)
-        return self
-
-    def type(self, dtype: Any = None, **kwargs: Any) -> Any:
-        if isinstance(dtype, torch.dtype):
-            return cast(self, dtype)
-        return refuse(errors.UnsupportedOperation, f"type({dtype!r}); cast by a dtype: .to(torch.float32)")
-
     if TYPE_CHECKING:  # all other methods of a tensor: `torch_functions`
 
         def __getattr__(self, name: str) -> Any: ...

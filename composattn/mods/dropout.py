@@ -52,12 +52,6 @@ class Dropout(Mod):
     _kind = "dropout"
 
     @staticmethod
-    def of(given: Any, name: str | None = None) -> Dropout:
-        """One of these, as it is."""
-        assert isinstance(given, Dropout)
-        return given
-
-    @staticmethod
     def with_seed(p: float, seed: int | torch.Tensor | None, number: Scalar | None = None) -> Dropout | None:
         """Weights are dropped with probability `p`, in steps of 2^-16; None where that is 0.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .mod import Mod
 
 
@@ -12,9 +10,3 @@ class Values(Mod):
 
     __slots__ = ()
     _kind = "scales of values"
-
-    @staticmethod
-    def of(given: Any, name: str | None = None) -> Values:
-        """One of these, as it is."""
-        assert isinstance(given, Values)
-        return given
