@@ -149,9 +149,9 @@ def check_contents(inputs: Inputs) -> None:
         _check_maximum("max_seqlen_q", varlen.max_seqlen_q, used)
         if paged is None:
             if varlen.cu_seqlens_k is not None:
-                lengths = _check_offsets("cu_seqlens_k", varlen.cu_seqlens_k, "k", k.shape[0])
-                used = lengths
-            used = _check_used("seqused_k", varlen.seqused_k, lengths) if varlen.seqused_k is not None else used
+                used = lengths = _check_offsets("cu_seqlens_k", varlen.cu_seqlens_k, "k", k.shape[0])
+            if varlen.seqused_k is not None:
+                used = _check_used("seqused_k", varlen.seqused_k, lengths)
             _check_maximum("max_seqlen_k", varlen.max_seqlen_k, used)
     if paged is not None:
         check_pages(paged.page_table, paged.seqused, paged.page_size, k.shape[0])
@@ -162,22 +162,17 @@ def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int | None)
     at = offsets.tolist()
     if at[0] != 0:
         raise errors.OffsetsOutOfRange(f"{name} begins with {at[0]}; it must begin with 0: the running sums of lengths")
-    lengths = _lengths_between(name, at)
-    if total is not None and at[-1] != total:
-        raise errors.OffsetsOutOfRange(
-            f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
-            "with seqused 0"
-        )
-    return lengths
-
-
-def _lengths_between(name: str, at: list[int]) -> list[int]:
     lengths = [end - start for start, end in pairwise(at)]
     for b, length in enumerate(lengths):
         if length < 0:
             raise errors.OffsetsNotMonotone(
                 f"{name} falls from {at[b]} to {at[b + 1]} at sequence {b}; it must be the running sums of lengths"
             )
+    if total is not None and at[-1] != total:
+        raise errors.OffsetsOutOfRange(
+            f"{name} ends with {at[-1]}, and {of} has {total} rows; to leave rows out, let a last sequence have them, "
+            "with seqused 0"
+        )
     return lengths
 
 

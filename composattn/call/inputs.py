@@ -7,10 +7,12 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from ..errors import SequencesMismatch
 from ..graph.expr import has_no_shape
 from ..graph.foreign import in_memory
+from ..graph.sizes import surely
 from .eight_bits import EIGHT_BITS
-from .sequences import HINTS, Paged, Sequences, Varlen, flatten, unflatten
+from .sequences import Paged, Sequences, Varlen
 
 
 class Asked(NamedTuple):
@@ -22,6 +24,14 @@ class Asked(NamedTuple):
 
 OUT_ALONE = Asked(False, False)
 Outputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # out, lse, max_scores
+
+
+LENGTHS, HINTS = 6, 3  # tensors and numbers that `Inputs.flatten` gives; other numbers may follow
+
+
+def say_dense(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> bool:
+    """Whether these are what `Inputs.flatten` gives of dense calls, and nothing behind it."""
+    return len(numbers) == HINTS and [t is None for t in tensors] == [True] * LENGTHS
 
 
 class InputOptions(TypedDict, total=False):
@@ -94,11 +104,32 @@ class Inputs(NamedTuple):
 
     def flatten(self) -> tuple[list[torch.Tensor | None], list[int]]:
         """Where the sequences lie, as tensors and numbers, as an operator takes them."""
-        return flatten(self.varlen, self.paged)
+        v, p = self.varlen, self.paged
+        packed = (None,) * 4 if v is None else (v.cu_seqlens_q, v.cu_seqlens_k, v.seqused_q, v.seqused_k)
+        maxima = (None, None) if v is None else (v.max_seqlen_q, v.max_seqlen_k)
+        paging = (None, None) if p is None else (p.page_table, p.seqused)
+        return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
 
     @staticmethod
     def unflatten(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[torch.Tensor | None], hints: Sequence[int]
     ) -> Inputs:
-        """The inputs of an operator, with what `flatten` gave (more hints may follow). Raises: `SequencesMismatch`."""
-        return Inputs(q, k, v, *unflatten(lengths, hints[:HINTS]))
+        """The inputs of an operator, with what `flatten` gave; more hints may follow.
+
+        Raises: `SequencesMismatch` for fewer, which a direct call of the operator may pass.
+        """
+        if len(lengths) != LENGTHS or len(hints) < HINTS:
+            raise SequencesMismatch(
+                f"the operator takes {LENGTHS} tensors of lengths and {HINTS} numbers, got {len(lengths)} and "
+                f"{len(hints)}; call an Attention, which calls it"
+            )
+        cu_q, cu_k, used_q, used_k, table, used = lengths
+        if cu_q is None and table is None:
+            return Inputs(q, k, v)
+        max_q, max_k = (None if surely(m < 0) else m for m in hints[:2])
+        varlen, paged = None, None
+        if cu_q is not None:
+            varlen = Varlen(cu_q, cu_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
+        if table is not None and used is not None:
+            paged = Paged(table, int(hints[2]), used)
+        return Inputs(q, k, v, varlen, paged)

@@ -7,7 +7,6 @@ device. `Sequences` are the tensors of both, as backends and kernels receive the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -186,45 +185,6 @@ class Paged:
     def form(self) -> tuple[Any, ...]:
         """All of it that planning may look at."""
         return (self.page_table.shape, self.page_table.device, self.page_size)
-
-
-def flatten(varlen: Varlen | None, paged: Paged | None) -> tuple[list[torch.Tensor | None], list[int]]:
-    """Both as tensors and numbers, as an operator takes them; see `unflatten`."""
-    v, p = varlen, paged
-    packed = (None,) * 4 if v is None else (v.cu_seqlens_q, v.cu_seqlens_k, v.seqused_q, v.seqused_k)
-    maxima = (None, None) if v is None else (v.max_seqlen_q, v.max_seqlen_k)
-    paging = (None, None) if p is None else (p.page_table, p.seqused)
-    return [*packed, *paging], [*(-1 if m is None else m for m in maxima), 0 if p is None else p.page_size]
-
-
-LENGTHS, HINTS = 6, 3  # tensors and numbers that `flatten` gives; other numbers may follow
-
-
-def say_dense(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> bool:
-    """Whether these are what `flatten` gives of dense calls, and nothing behind it."""
-    return len(numbers) == HINTS and [t is None for t in tensors] == [True] * LENGTHS
-
-
-def unflatten(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int]) -> tuple[Varlen | None, Paged | None]:
-    """What `flatten` undoes.
-
-    Raises: `SequencesMismatch` for lists of other lengths, which a direct call of the operator may pass.
-    """
-    if len(tensors) != 6 or len(numbers) != 3:
-        raise errors.SequencesMismatch(
-            f"the operator takes 6 tensors of lengths and 3 numbers, got {len(tensors)} and {len(numbers)}; call an "
-            "Attention, which calls it"
-        )
-    cu_q, cu_k, used_q, used_k, table, used = tensors
-    if cu_q is None and table is None:
-        return None, None
-    max_q, max_k = (None if surely(m < 0) else m for m in numbers[:2])
-    varlen, paged = None, None
-    if cu_q is not None:
-        varlen = Varlen(cu_q, cu_k, seqused_q=used_q, seqused_k=used_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
-    if table is not None and used is not None:
-        paged = Paged(table, int(numbers[2]), used)
-    return varlen, paged
 
 
 class Sequences(NamedTuple):

@@ -36,10 +36,9 @@ from ..analysis.graphs import numbers_now, refuse_outdated
 from ..analysis.refreshed import Moment, distrusting, no_caching
 from ..call.autograd import BackwardInputs, Differentiable, autocast_off
 from ..call.checks import check_blocks, check_contents
-from ..call.inputs import Asked, Inputs
+from ..call.inputs import HINTS, Asked, Inputs, say_dense
 from ..call.prepared import OperatorPath
 from ..call.problem import Problem
-from ..call.sequences import HINTS, say_dense
 from ..call.strides import ordered
 from ..errors import UnreadableProgram, UnsupportedOption
 from ..graph import copies

@@ -34,7 +34,7 @@ from ..backends import formula
 from ..call.autograd import BackwardInputs, Differentiable, without_autocast
 from ..call.block_sparse import Table
 from ..call.checks import check_blocks, check_contents
-from ..call.inputs import Inputs
+from ..call.inputs import LENGTHS, Inputs
 from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
 from ..graph.dynamo import is_written_down, left_alone
@@ -47,7 +47,6 @@ from .captured import check_captures
 from .contents import check_reads
 from .plans import Plans
 
-LENGTHS = 6  # tensors that `flatten` gives
 _B = index("b")
 _NONE: Mapping[Capture, Expr] = MappingProxyType({})
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import composattn as ca
 from composattn import errors
 from composattn.call.checks import refuse_arguments
-from composattn.call.sequences import unflatten
+from composattn.call.inputs import Inputs
 from composattn.mods import masks, scores
 
 
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[type[errors.ComposattnError], Callable[[], object]]] = {
     "tiles-on-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(4, 4, device=1.5)),  # type: ignore[arg-type]
     "checks-that-are-text": (errors.UnsupportedOption, lambda: ca.debug_checks("no")),  # type: ignore[arg-type]
     "a-keyword-of-sdpa": (errors.UnknownKeyword, lambda: refuse_arguments((), ["is_causal"])),
-    "operator-with-short-lists": (errors.SequencesMismatch, lambda: unflatten([], [])),
+    "operator-with-short-lists": (errors.SequencesMismatch, lambda: Inputs.unflatten(*qkv(), [], [])),
     "jit-trace-of-a-call": (errors.UnsupportedTransform, lambda: torch.jit.trace(lambda q: call(q, q, q), (qkv()[0],))),
     "tile-is-a-number": (errors.InvalidArgument, lambda: masks.causal().tiles(16, 16, tile=16)),
     "dense-of-negative-length": (errors.InvalidArgument, lambda: masks.causal().dense(-1, 16)),

@@ -18,7 +18,7 @@ from composattn.analysis.rerun import Rerun
 from composattn.analysis.tile_lists import TileLists
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments, PreprocessArguments
 from composattn.backends.fused.running import captured
-from composattn.call.sequences import flatten
+from composattn.call.inputs import Inputs
 from composattn.dispatch import operator_paths, operator_plans, operators
 from composattn.mods import causal
 from tests.cpu.test_host_work import MASKS
@@ -345,7 +345,7 @@ def test_a_call_that_records_nothing_goes_straight_to_the_operators_function(mon
     assert by_torch == []
     serialized = ca.Attention(mask_mod=causal()).serialized
     negated = torch.view_as_complex(torch.randn(1, 2, 16, 8, 2)).conj().imag
-    given = [*serialized.tensors], *flatten(None, None), serialized.form, -1, False
+    given = [*serialized.tensors], *Inputs(q, q, q).flatten(), serialized.form, -1, False
     with torch.no_grad():
         found = torch.ops.composattn.attend(negated, q, q, *given)[0]
     torch.testing.assert_close(found, ca.attention(negated.resolve_neg(), q, q, mask_mod=causal()))

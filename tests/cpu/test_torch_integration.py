@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
-from composattn.call.sequences import flatten
+from composattn.call.inputs import Inputs
 from composattn.dispatch.serialized import parse
 from composattn.mods import alibi, causal, document, sliding_window, softcap
 from composattn.testing import make_paged_case, make_varlen_case
@@ -264,11 +264,13 @@ def test_the_operators_keep_torchs_rules(generator: torch.Generator) -> None:
     for plan in (attention.number, -1):
         for with_max in (False, True):
             named = (serialized.form, plan, with_max)
-            torch.library.opcheck(operator, (q, k, v, list(serialized.tensors), *flatten(None, None), *named))
+            torch.library.opcheck(operator, (q, k, v, list(serialized.tensors), *Inputs(q, k, v).flatten(), *named))
     case = make_varlen_case(0, (9, 0, 4), heads=2, dim=8)
     packed = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     named = (serialized.form, attention.number, True)
-    torch.library.opcheck(operator, (*packed, list(serialized.tensors), *flatten(case.varlen, None), *named))
+    torch.library.opcheck(
+        operator, (*packed, list(serialized.tensors), *Inputs(*packed, case.varlen).flatten(), *named)
+    )
 
 
 def test_a_scale_of_numpys_is_a_number_in_words_too() -> None:
