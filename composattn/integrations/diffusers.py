@@ -16,6 +16,7 @@ tensors, are joined with them. Tested with diffusers 0.42. Older processors, whi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..extras import how_to_install
 from ..mods.mask import Mask
 from ..mods.score import Score
 from .sdpa import four_dimensions, mods_of
+from .tables import joined
 
 try:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -52,7 +54,8 @@ def register(
 
     Raises: `UnsupportedOption` for a name of diffusers' own, and what `ca.mask` and `ca.score` raise.
     """
-    if name != name.lower() or (name in _theirs() and name not in _ours):
+    theirs = {member.value for member in AttentionBackendName.__members__.values()}
+    if name != name.lower() or (name in theirs and name not in _ours):
         raise UnsupportedOption(
             f"{name!r} can't be registered: a name is in lower case and none of diffusers' own; take 'composattn', or "
             "'composattn_window'"
@@ -64,10 +67,6 @@ def register(
 
 
 _ours: set[str] = set()
-
-
-def _theirs() -> set[str]:
-    return {member.value for member in AttentionBackendName.__members__.values()}
 
 
 def _member(name: str) -> AttentionBackendName:
@@ -120,20 +119,12 @@ def _attend_with(score: Score | None, mask: Mask | None, backend: str | None) ->
         q, k, v, leading = four_dimensions(*by_head, enable_gqa)
         told_score, told_mask = mods_of(attn_mask, is_causal, leading, q, k)
         out = attention(
-            q, k, v, score_mod=_both(told_score, score), mask_mod=_seen_by_both(told_mask, mask), scale=scale,
-            dropout_p=dropout_p, backend=backend,
+            q, k, v, score_mod=joined(operator.rshift, (told_score, score)),
+            mask_mod=joined(operator.and_, (told_mask, mask)), scale=scale, dropout_p=dropout_p, backend=backend,
         )  # fmt: skip
         return out.transpose(1, 2)
 
     return attend
-
-
-def _both(first: Any, then: Score | None) -> Any:
-    return then if first is None else first if then is None else Score.of(first) >> then
-
-
-def _seen_by_both(one: Any, other: Mask | None) -> Any:
-    return other if one is None else one if other is None else Mask.of(one) & other
 
 
 __all__ = ["register"]

@@ -9,6 +9,7 @@ Positions are aligned at the end, as there: where Sq is not Skv, the last query 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from ..call.checks import check_flag
 from ..call.problem import refuse_unreadable
 from ..call.sequences import Varlen
 from ..errors import ShapeMismatch, UnknownKeyword, UnsupportedOption, WrongRank
-from ..mods.mask import Mask
 from ..mods.masks import causal as causal_mask
 from ..mods.masks import sliding_window
 from ..mods.scores import alibi
 from ..mods.scores import softcap as soft_cap
+from .tables import joined
 
 
 def flash_attn_func(
@@ -171,18 +172,13 @@ def _options(
     check_flag("causal", causal)
     check_flag("deterministic", deterministic)
     left, right = _window(window_size)
-    masks: list[Mask] = [causal_mask(align="bottom_right")] if causal else []
-    if left is not None or right is not None:
-        masks.append(sliding_window((left, right), align="bottom_right"))
-    mask_mod = masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None)
-    score_mod = None if softcap is None or (isinstance(softcap, (int, float)) and not softcap) else soft_cap(softcap)
-    if alibi_slopes is not None:
-        biased = alibi(alibi_slopes, symmetric=True, align="bottom_right")
-        score_mod = biased if score_mod is None else score_mod >> biased
+    end, is_capped = "bottom_right", not (softcap is None or (isinstance(softcap, (int, float)) and not softcap))
+    window = None if left is None and right is None else sliding_window((left, right), align=end)
+    biased = None if alibi_slopes is None else alibi(alibi_slopes, symmetric=True, align=end)
     return {
         "scale": softmax_scale,
-        "mask_mod": mask_mod,
-        "score_mod": score_mod,
+        "mask_mod": joined(operator.and_, (causal_mask(align=end) if causal else None, window)),
+        "score_mod": joined(operator.rshift, (soft_cap(softcap) if is_capped else None, biased)),
         "deterministic": deterministic or None,
         "dropout_p": dropout_p,
     }

@@ -1,8 +1,9 @@
-"""Masks and biases that other libraries pass as whole tensors, read where a mod is asked."""
+"""Masks, biases and score mods as other libraries pass them, as one mod of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,3 +19,9 @@ def reader(table: torch.Tensor) -> Callable[..., Any]:
         return table[tuple(i if many else 0 for i, many in zip(place, several, strict=True))]
 
     return at
+
+
+def joined(join: Callable[[Any, Any], Any], mods: Iterable[Any]) -> Any:
+    """Those of `mods` that are there, by an operator of masks or score mods; None where none is."""
+    there = [mod for mod in mods if mod is not None]
+    return functools.reduce(join, there) if there else None

@@ -16,7 +16,7 @@ when they are loaded.
 
 from __future__ import annotations
 
-import functools
+import operator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..mods.masks import causal
 from ..mods.masks import sliding_window as window_before
 from ..mods.score import Score
 from ..mods.scores import softcap as soft_cap
-from .tables import reader
+from .tables import joined, reader
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -254,9 +254,7 @@ def _attention(
             raise UnsupportedOption("packed documents (cu_seq_lens_q) with a cache in 8 bits; give it one in 16 bits")
         tensors = tuple(t[0].transpose(0, 1) for t in tensors)  # type: ignore[assignment,union-attr]
         options["varlen"] = documents
-    if aligned is not None:
-        mask_mod = aligned if mask_mod is None else aligned & mask_mod
-    options |= {"score_mod": score_mod, "mask_mod": mask_mod}
+    options |= {"score_mod": score_mod, "mask_mod": joined(operator.and_, (aligned, mask_mod))}
     if sinks_of_rows is None:
         out = attention(*tensors, **options)
         return out if documents is None else out.transpose(0, 1)[None]
@@ -283,16 +281,18 @@ def _is_causal(module: torch.nn.Module, said: bool | None) -> bool:
 
 def _aligned(before: bool, window: int | None) -> Mask | None:
     """What queries see by `before`, no later key, and by a window; None where that is all."""
-    masks = [causal("bottom_right")] if before else []
-    if window is not None:
-        masks.append(window_before((window - 1, window - 1), "bottom_right"))
-    return functools.reduce(lambda one, other: one & other, masks) if masks else None
+    end = "bottom_right"
+    near = None if window is None else window_before((window - 1, window - 1), end)
+    return joined(operator.and_, (causal(end) if before else None, near))  # type: ignore[no-any-return]
 
 
 def _told(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, given: Any, is_causal: bool | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """(mask mod, bias) that a layer's mask says."""
+    """(mask mod, bias) that a layer's mask says.
+
+    Raises: `ShapeMismatch`; for a mask that is none of pairs `NotATensor`, `WrongRank` and `DTypeMismatch`.
+    """
     if isinstance(given, ModelMask):
         q_length, kv_length = given.lengths[2:]
         if query.shape[2] != q_length or key.shape[2] > kv_length:
@@ -310,18 +310,13 @@ def _told(
                 "where the queries begin; the model must make its mask by transformers.masking_utils"
             )
         return causal(), None
-    _check_tensor(given)
-    seen = given[..., : key.shape[2]]
-    return (reader(seen), None) if seen.dtype is torch.bool else (None, seen)
-
-
-def _check_tensor(given: torch.Tensor) -> None:
-    """Raises `NotATensor`, `WrongRank` and `DTypeMismatch` for a mask that is no mask of pairs."""
     refuse_unreadable("attention_mask", given)
     if given.ndim != 4:
         raise WrongRank(f"attention_mask has shape {tuple(given.shape)}; a layer takes (B, 1 or Hq, Sq, Skv)")
     if given.dtype is not torch.bool and not given.is_floating_point():
         raise DTypeMismatch(f"attention_mask is {given.dtype}; it must be bool, or floats that are added to the scores")
+    seen = given[..., : key.shape[2]]
+    return (reader(seen), None) if seen.dtype is torch.bool else (None, seen)
 
 
 def _adding(table: torch.Tensor) -> Score:
@@ -332,8 +327,7 @@ def _adding(table: torch.Tensor) -> Score:
 
 def _scores(cap: float | None, biases: list[torch.Tensor]) -> Score | None:
     """The score mod of a layer: its soft cap, then what is added; None where it changes nothing."""
-    mods = [*([] if cap is None else [Score.of(soft_cap(cap))]), *map(_adding, biases)]
-    return functools.reduce(lambda first, then: first >> then, mods) if mods else None
+    return joined(operator.rshift, (None if cap is None else soft_cap(cap), *map(_adding, biases)))  # type: ignore[no-any-return]
 
 
 __all__ = ["ModelMask", "attend", "eight_bit_cache", "mask", "register"]

@@ -17,7 +17,6 @@ block. Tested with vLLM 0.32; caches in 8 bits with stand-ins for vLLM's classes
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import os
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from ..call.sequences import Paged, Varlen
 from ..errors import MissingDependency, UnsupportedOption
 from ..mods.masks import causal, sliding_window
 from ..mods.scores import alibi, softcap
+from .tables import joined
 
 try:
     from vllm import envs
@@ -98,21 +98,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     def supports_sink(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
+    supports_sliding_window = supports_non_causal = supports_batch_invariance = supports_sink
+    supports_per_head_quant_scales = supports_sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,17 +245,14 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
 
     def _plan(self, is_causal: bool, device: torch.device) -> Attention:
         """The call of this layer: the last query of a sequence stands at its last key."""
-        end = "bottom_right"
-        masks = [causal(end)] if is_causal else []
+        end, window, slopes = "bottom_right", None, self.slopes
         if self.window is not None:
             before = self.window - 1
-            masks.append(sliding_window(before if is_causal else (before, before), align=end))
-        scores = [softcap(self.cap)] if self.cap else []
-        if self.slopes is not None:
-            scores.append(alibi(torch.tensor(self.slopes, device=device), align=end))
+            window = sliding_window(before if is_causal else (before, before), align=end)
+        biased = None if slopes is None else alibi(torch.tensor(slopes, device=device), align=end)
         made = Attention(
-            mask_mod=functools.reduce(operator.and_, masks) if masks else None,
-            score_mod=functools.reduce(operator.rshift, scores) if scores else None,
+            mask_mod=joined(operator.and_, (causal(end) if is_causal else None, window)),
+            score_mod=joined(operator.rshift, (softcap(self.cap) if self.cap else None, biased)),
             scale=self.scale,
             sinks=self.sinks,
             schedule=Schedule(batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)),
