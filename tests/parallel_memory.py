@@ -44,11 +44,11 @@ class Alive(TorchDispatchMode):
 class Gradient:
     """The memory of a generated kernel's backward: what it gives, and sums of dQ in fp32 while it runs."""
 
-    def backward(self, known: BackwardInputs, count: int) -> list[T | None]:
+    def backward(self, known: BackwardInputs) -> list[T | None]:
         sums = torch.empty(known.q.shape, dtype=torch.float32)
         grads = [ordered(t, t.shape[-1]) for t in (known.q, known.k, known.v)]
         del sums
-        return [*grads, *[None] * count]
+        return [*grads, *[None] * len(known.captured)]
 
 
 def _forward(offset_mods: Any, options: Any, offsets: Any, tensors: Any, given: Any, max_scores: bool) -> Any:

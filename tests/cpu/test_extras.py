@@ -33,7 +33,7 @@ def test_the_extras_that_messages_name_are_there() -> None:
     extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
     sources = "".join(path.read_text() for path in (ROOT / "composattn").rglob("*.py"))
     named = set(re.findall(r"how_to_install\([\"'](\w+)[\"']\)", sources))
-    assert named == {"gpu", "plot", "transformers", "diffusers"}
+    assert named == {"gpu", "transformers", "diffusers"}
     for extra in named:
         packages = re.search(rf"^{extra} = \[(.*)\]$", extras, re.MULTILINE)
         assert packages is not None and "composattn" not in packages[1], extra
