@@ -21,7 +21,7 @@ from .dispatch import operators
 from .dispatch.pinned import Pinned
 from .dispatch.plan_cache import planned_for
 from .dispatch.planned import CallOptions, asked_for
-from .dispatch.serialized import Mods, Serialized, serialize
+from .dispatch.serialized import Serialized, serialize
 from .errors import InvalidParallelOption, UnsupportedOption
 from .graph.dynamo import dispatch_modes, function_modes
 from .mods.dropout import Dropout, seed_number
@@ -152,12 +152,10 @@ class Attention(Pinned):
         keep = self._state[0][3]
         scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
         if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
-            if context_parallel is not None or context.entered:
-                refuse_eight_bits()
             (score, mask, sink, *_), options = self._state
             given = score, mask, None if sink is None else sink.leaves[0], keep
             scales = q_scale, k_scale, v_scale, out_dtype
-            return _quantised((q, k, v), scales, given, options, asked, (varlen, paged))
+            return _quantised((q, k, v), scales, given, options, asked, (varlen, paged), context_parallel)
         compiling = torch.compiler.is_compiling()
         shard = context_parallel
         if shard is None and (context.entered or context.left):
@@ -295,10 +293,8 @@ def attention(
     keep = Dropout.with_seed(dropout_p, dropout_seed, _seed_of_a_call)
     scaled = q_scale is not None or k_scale is not None or v_scale is not None or out_dtype is not None
     if scaled or isinstance(q, Quantized) or isinstance(k, Quantized) or isinstance(v, Quantized):
-        if context_parallel is not None or context.entered:
-            refuse_eight_bits()
-        scales = q_scale, k_scale, v_scale, out_dtype
-        return _quantised((q, k, v), scales, (score_mod, mask_mod, sinks, keep), options, asked, (varlen, paged))
+        scales, given = (q_scale, k_scale, v_scale, out_dtype), (score_mod, mask_mod, sinks, keep)
+        return _quantised((q, k, v), scales, given, options, asked, (varlen, paged), context_parallel)
     compiling = torch.compiler.is_compiling()
     shard = context_parallel
     if shard is None and (context.entered or context.left):
@@ -306,10 +302,7 @@ def attention(
     recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()
     if compiling or shard is not None or q.__class__ is FakeTensor or recorded:
         inputs = Inputs(q, k, v, varlen, paged)
-        score = None if score_mod is None else Score.of(score_mod)
-        mask = None if mask_mod is None else Mask.of(mask_mod)
-        sink = None if sinks is None else Sink.of(sinks)
-        return _serialized_or_shared(inputs, (score, mask, sink, keep, None), options, asked, shard, compiling)
+        return _serialized_or_shared(inputs, (score_mod, mask_mod, sinks, keep, None), options, asked, shard, compiling)
     if keep is not None:
         keep.draw()
     planned, borrowed = planned_for(score_mod, mask_mod, sinks, keep, options)
@@ -322,10 +315,13 @@ def attention(
 
 
 def _serialized_or_shared(
-    inputs: Inputs, mods: Mods, options: tuple[Any, ...], asked: Asked, shard: Shard | None, compiling: bool
+    inputs: Inputs, given: tuple[Any, ...], options: tuple[Any, ...], asked: Asked, shard: Shard | None, compiling: bool
 ) -> Any:
     """A call that an operator stands for, as torch compiles it or only asks for shapes; or one that ranks share."""
-    score, mask, sink, keep, values = mods
+    score_mod, mask_mod, sinks, keep, values = given
+    score = None if score_mod is None else Score.of(score_mod)
+    mask = None if mask_mod is None else Mask.of(mask_mod)
+    sink = None if sinks is None else Sink.of(sinks)
     if shard is None:
         keep = None if keep is None else keep.on_device(inputs.q.device)
         return operators.call(inputs, serialize((score, mask, sink, keep, values), options), -1, asked)
@@ -342,8 +338,11 @@ def _quantised(
     options: tuple[Any, ...],
     asked: Asked,
     where: tuple[Varlen | None, Paged | None],
+    shard: Shard | None,
 ) -> Any:
     """A call with tensors of 8 bits; `scales`: those of q, k and v, and out's dtype."""
+    if shard is not None or context.entered:
+        refuse_eight_bits()
     score_mod, mask_mod, sinks, keep = mods
     q_scale, k_scale, v_scale, out_dtype = scales
     seen = sinks is not None or asked != OUT_ALONE
@@ -356,10 +355,8 @@ def _quantised(
     compiling = torch.compiler.is_compiling()
     recorded = not compiling and (function_modes() or dispatch_modes()) and operators.written_down()
     if compiling or call.q.__class__ is FakeTensor or recorded:
-        score = None if call.score_mod is None else Score.of(call.score_mod)
-        mask = None if mask_mod is None else Mask.of(mask_mod)
-        sink = None if sinks is None else Sink.of(sinks)
-        return _serialized_or_shared(inputs, (score, mask, sink, keep, call.values), options, asked, None, compiling)
+        given = call.score_mod, mask_mod, sinks, keep, call.values
+        return _serialized_or_shared(inputs, given, options, asked, None, compiling)
     if keep is not None:
         keep.draw()
     planned, borrowed = planned_for(call.score_mod, mask_mod, sinks, keep, options, values=call.values)
