@@ -173,6 +173,3 @@ def in_numbers(total: torch.Tensor, units: torch.Tensor, like: torch.Tensor) -> 
     # one operation: the quotient is the sum rounded to fp32, and so rounded again where `like` has 16 bits
     torch.div(total, units, out=made.view(-1))
     return made
-
-
-__all__ = ["FusedRead", "GradientProgram", "Pattern", "bound", "fused_reads", "in_numbers"]

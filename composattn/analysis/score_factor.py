@@ -84,6 +84,3 @@ def _is_of_rows(factor: Expr) -> bool:
     if factor.deps & (Dep.KV | Dep.SCORE | Dep.D):
         return False
     return all(node.op != "scalar" and (node.op != "index" or node.attr in _POSITIONS) for node in walk(factor))
-
-
-__all__ = ["LEAST", "ScoreFactor", "score_factor"]

@@ -337,6 +337,3 @@ def _numbered(found: T) -> tuple[T, int]:
 def _lengths(starts: T | None, used: T | None) -> T | None:
     """How long each sequence is, int (B,); None where all are of one length."""
     return used if used is not None or starts is None else starts.diff()
-
-
-__all__ = ["Extent", "KeyLists", "QueryLists", "TileLists", "made_lists", "reason_for_lists"]

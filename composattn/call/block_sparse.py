@@ -443,6 +443,3 @@ def _check_lead(name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None
         raise errors.ShapeMismatch(
             f"{name} is for (batch, heads) {tuple(x.shape[:2])}, {other} for {tuple(y.shape[:2])}; make both equal or 1"
         )
-
-
-__all__ = ["BlockSparse", "Table"]

@@ -92,6 +92,3 @@ def _checked(parts: list[tuple[torch.Tensor, ...]]) -> tuple[list[torch.Tensor],
             "alike: (B, H, S, Dv) and (B, H, S), or packed (total, H, Dv) and (H, total)"
         )
     return outs, lses
-
-
-__all__ = ["merge_states", "merge_weights"]

@@ -53,6 +53,3 @@ def steepest_tanh(root: Expr | None) -> float | None:
             return None
         found.append(abs(number))
     return max(found, default=None)
-
-
-__all__ = ["constant_factor", "constants", "is_of_score", "steepest_tanh"]

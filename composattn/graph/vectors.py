@@ -210,6 +210,3 @@ def refuse_length(count: int) -> Any:
         "and capture the result; blocks of keys that a model picks are a mask of their own: "
         "ca.BlockSparse.topk(indices, block, q_len, kv_len)",
     )
-
-
-__all__ = ["LONGEST", "REDUCTIONS", "Several", "Vector", "lift", "reduce", "refuse_length"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from operator import add
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute import math as cm
 
-from .lanes import add
 from .values import Fixed
 
 CHAINS = 4  # independent partial maxima and sums, so that latency overlaps
@@ -169,6 +169,3 @@ def tree(op: Callable[[Any, Any], Any], values: list[Any]) -> Any:
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(pairs) * 2 :]
     return values[0]
-
-
-__all__ = ["IN_ORDER", "IN_PAIRS", "ONE_BY_ONE", "Arithmetic", "chains", "tree"]

@@ -17,6 +17,3 @@ def store_if(condition: Boolean, target: cutlass.Constexpr, at: cutlass.Constexp
     """`target[at] = value`."""
     if condition:
         target[at] = value
-
-
-__all__ = ["store_if", "when"]

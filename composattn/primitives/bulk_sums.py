@@ -74,6 +74,3 @@ def wait_sums(condition: Boolean, read: cutlass.Constexpr):
     """Until the additions that this warp has started have read their buffers, or are done."""
     if condition:
         cute.arch.cp_async_bulk_wait_group(0, read=read)
-
-
-__all__ = ["BulkSums", "add_if", "wait_sums", "write_or_add"]

@@ -78,6 +78,3 @@ def _put_if(place: cute.Pointer, number: Int32, barrier: cute.Pointer, condition
     if condition:
         cute.make_tensor(place, cute.make_layout(1))[0] = number
         cute.arch.mbarrier_arrive(barrier)
-
-
-__all__ = ["DynamicScheduler", "one_more"]

@@ -736,6 +736,3 @@ class BoundMods(Fixed):
         if isinstance(visible, bool):
             return inside if visible else inside & False
         return inside & visible
-
-
-__all__ = ["Affine", "BoundMods", "Evaluator", "Leaves", "Mods", "additive", "small_affine"]

@@ -407,6 +407,3 @@ def _together(tile: ScoreTile, arithmetic: Arithmetic) -> list[list[tuple[int, i
 
 def _places(tile: ScoreTile) -> list[tuple[int, int]]:
     return [(r, c) for r in range(tile.rows) for c in range(tile.columns)]
-
-
-__all__ = ["BackwardMods", "BoundBackwardMods"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 import cutlass
@@ -20,7 +21,7 @@ from .diagonals import Diagonals
 from .emit import Evaluator
 from .emit_ops import convert
 from .lane_diagonals import LaneDiagonals
-from .lanes import LANES, WARP, a_lane_each, add, first_of, over_lanes
+from .lanes import LANES, WARP, a_lane_each, first_of, over_lanes
 from .score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from .values import choose, larger, smaller
 
@@ -205,6 +206,3 @@ def _add_if(condition: Boolean, start: cutlass.Constexpr, flat: cutlass.Constexp
             cute.arch.inline_ptx(
                 "red.relaxed.gpu.global.add.u64 [{$r0}], {$r1};", read_only_args=[start + where, value.to(Int64)]
             )
-
-
-__all__ = ["CapturedSums"]

@@ -43,6 +43,3 @@ class AgreedReads(Fixed):
 
     all_keys: Boolean
     said: dict[Expr, Any]
-
-
-__all__ = ["AgreedReads", "KeyTileMetadata"]

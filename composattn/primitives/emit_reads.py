@@ -164,6 +164,3 @@ def _read_either(numbers: TileReads, side_by_side: Boolean):
         numbers.read_from_one_address()
     else:
         numbers.read_one_by_one()
-
-
-__all__ = ["Neighbours", "Pairs", "TileReads", "read_element"]

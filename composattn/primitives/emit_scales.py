@@ -306,6 +306,3 @@ def _product(factors: Iterable[Any]) -> Any:
 def _checked(scale: Any) -> Any:
     """NaN where it is negative."""
     return choose(scale >= 0.0, cm.max(scale, Float32(LEAST_SCALE)), Float32(math.nan))
-
-
-__all__ = ["BoundScales", "KeyScales", "ReadScales", "RunScales", "TileScales"]

@@ -74,6 +74,3 @@ class EqualStreamK(Bundle):
     def _with(self, tile: Int32) -> Int32:
         """The share that has this tile of keys."""
         return divmod((tile + 1) * self.blocks.divisor - 1, self.every)[0]
-
-
-__all__ = ["EqualStreamK", "MetPortion"]

@@ -78,6 +78,3 @@ class LaneDiagonals(Fixed):
             value = cute.make_tensor(place, cute.make_layout(1))[0]
             total = value if total is None else total + value
         return total
-
-
-__all__ = ["LaneDiagonals"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import add
 from typing import Any
 
 import cutlass.cute as cute
@@ -63,6 +62,3 @@ def first_of(lane: Any, distances: tuple[int, ...]) -> Any:
     mask = sum(distances)
     upper = mask + min(distances) == LANES  # a comparison says it with no mask
     return lane < min(distances) if upper else lane & mask == 0
-
-
-__all__ = ["LANES", "WARP", "a_lane_each", "add", "first_of", "neighbours", "over_lanes", "turned"]

@@ -7,6 +7,7 @@ for softmax", 2018; FlashAttention-2, section 3.1).
 
 import math
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import cutlass
@@ -17,7 +18,6 @@ from cutlass.cute import math as cm
 from .arithmetic import ONE_BY_ONE, Arithmetic, chains, tree
 from .exponential import LN_2, LOG2_E, exp2, exp2_of_columns, log2
 from .exponential_units import HARDWARE, ExponentialUnits
-from .lanes import add
 from .rescale_threshold import ALWAYS_RESCALE, RescaleThreshold
 from .score_tile import FragmentShape, Lifts, ScoreTile
 from .values import Fixed, choose

@@ -99,14 +99,3 @@ def _behind_statistics(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor
 def counter_of(workspace: cute.Tensor) -> cute.Tensor:
     """The counter at the beginning of that workspace: int32 (1,), of tiles of keys; the next number counts others."""
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout(1))
-
-
-__all__ = [
-    "PaddedTiles",
-    "claims_of",
-    "cleared_of",
-    "counter_of",
-    "shares_of",
-    "statistics_of",
-    "written_of",
-]

@@ -84,6 +84,3 @@ class Pieces(Bundle):
                 self.places[tile, i] = number
 
         when(condition, note)
-
-
-__all__ = ["Piece", "Pieces"]

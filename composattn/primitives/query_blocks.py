@@ -70,6 +70,3 @@ class QueryBlocks(Fixed):
         """The segment of which that tile is, if tiles begin with segments."""
         number, _, _ = self.place()
         return Segment.of(self.work, number // self.parts)
-
-
-__all__ = ["QueryBlocks"]

@@ -36,6 +36,3 @@ def _strided(start: Any, registers: cute.Tensor, threads: int) -> cute.Tensor:
 
 def _plain(registers: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers), stride=1))
-
-
-__all__ = ["add_numbers", "load_numbers", "store_numbers"]

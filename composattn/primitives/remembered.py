@@ -48,6 +48,3 @@ class Remembered(Fixed):
         if self._block is None or block != self._block:
             self._known, self._block = {}, block
         return self._known
-
-
-__all__ = ["Remembered"]

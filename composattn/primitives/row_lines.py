@@ -46,6 +46,3 @@ def _line(i: int, lane: Any, first: Any, apart: int) -> Any:
     if apart == 1:
         return LINES * i + of_four
     return (first + (2 * i + of_four // 2) * apart) * 2 + of_four % 2
-
-
-__all__ = ["LINES", "store_lines"]

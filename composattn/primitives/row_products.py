@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .lanes import add, neighbours, over_lanes
+from .lanes import neighbours, over_lanes
 from .values import Fixed, aligned, choose, larger, move, smaller
 
 ELEMENTS = 8  # of a row, a thread and load: 16 bytes
@@ -67,6 +68,3 @@ def _elements(tensor: cute.Tensor, row: Int32, column: Any, inside: Any) -> cute
     registers = cute.make_rmem_tensor(ELEMENTS, tensor.element_type)
     move(cute.make_tensor(aligned(tensor[row, None].iterator + column), cute.make_layout(ELEMENTS)), registers)
     return registers
-
-
-__all__ = ["INFINITY", "RowLanes", "bits_of_size"]

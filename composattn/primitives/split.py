@@ -7,12 +7,13 @@ O = sum O_s exp(LSE_s - LSE) (Dao et al. 2023, Flash-Decoding; the rule is Milak
 from __future__ import annotations
 
 import functools
+from operator import add
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .exponential import LN_2, LOG2_E, exp2
-from .lanes import LANES, WARP, add, over_lanes
+from .lanes import LANES, WARP, over_lanes
 from .values import Fixed, choose, smaller
 
 MOST_PARTS = 4 * LANES

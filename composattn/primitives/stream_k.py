@@ -97,6 +97,3 @@ def bounds(share: Int32, every: Int32, blocks: Any) -> tuple[Int32, Int32]:
 def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:
     """(rows, numbers of each)."""
     return cute.make_tensor(start, cute.make_layout((rows, numbers // rows), stride=(numbers // rows, 1)))
-
-
-__all__ = ["HandedPortion", "Portion", "StreamK", "bounds", "rows_of"]

@@ -57,6 +57,3 @@ def put_if(turn: cute.Pointer, value: Int32, condition: Boolean):
     """Puts a number there for the next kernel: with no fence, which a warp waits for."""
     if condition:
         cute.arch.inline_ptx("st.relaxed.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, value])
-
-
-__all__ = ["arrive_if", "publish_if", "put_if", "read", "say", "wait_for"]

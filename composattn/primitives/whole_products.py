@@ -141,6 +141,3 @@ def _members(struct: ir.Value, kind: ir.Type, numbers: Iterable[int]) -> list[An
 
 def _listed(names: Iterable[str]) -> str:
     return "{" + ", ".join(names) + "}"
-
-
-__all__ = ["Instruction", "multiply"]

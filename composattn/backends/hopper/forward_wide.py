@@ -1,5 +1,7 @@
 """The forward kernel for Hopper where D or Dv is above 256: two warpgroups share the rows of a block."""
 
+from operator import add
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
@@ -9,7 +11,6 @@ from ...primitives.barriers import Barriers
 from ...primitives.branches import store_if, when
 from ...primitives.cut_rows import load, partition
 from ...primitives.kv_source import kv_source
-from ...primitives.lanes import add
 from ...primitives.online_softmax import largest_scores
 from ...primitives.pipelines import BoundEdge, Copies, Edge
 from ...primitives.swizzled_tiles import tensor_of, tile_layout

@@ -5,13 +5,15 @@ the consumers add theirs, and says so; or another warp does (`tell`), or whoever
 one that waits looks ahead. A block waits only for tiles of keys that others began before it: those of lower numbers.
 """
 
+from operator import add
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ....primitives.branches import store_if
 from ....primitives.dynamic_scheduler import DynamicScheduler
-from ....primitives.lanes import WARP, add, over_lanes
+from ....primitives.lanes import WARP, over_lanes
 from ....primitives.q_tiles import ListedQueryRun
 from ....primitives.turns import publish_if, say, wait_for
 from ....primitives.values import Fixed, choose

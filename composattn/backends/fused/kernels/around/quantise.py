@@ -1,5 +1,7 @@
 """Rows of q, k and v to 8 bits: a rotation, a scale of what a block of threads has in registers, bytes."""
 
+from operator import add
+
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -10,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from .....call.eight_bits import MANTISSAS
 from .....primitives.eight_bits import E4M3, E5M2
 from .....primitives.hadamard import Rotation
-from .....primitives.lanes import LANES, WARP, add, neighbours, over_lanes
+from .....primitives.lanes import LANES, WARP, neighbours, over_lanes
 from .....primitives.values import Fixed, aligned, choose, move, total
 from ...planning.arguments import QuantiseArguments
 from ...planning.plan_quantise import QuantisePlan, RowLanes

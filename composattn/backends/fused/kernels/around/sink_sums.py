@@ -6,6 +6,7 @@ in registers, so its blocks leave one number each; the postprocess adds them in 
 
 from __future__ import annotations
 
+from operator import add
 from typing import Any
 
 import cutlass
@@ -15,7 +16,7 @@ from cutlass.memory import SmemAllocator
 
 from .....primitives.branches import store_if
 from .....primitives.exponential import LOG2_E
-from .....primitives.lanes import LANES, WARP, add, neighbours, over_lanes
+from .....primitives.lanes import LANES, WARP, neighbours, over_lanes
 from .....primitives.padded_tiles import shares_of
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.values import Bundle
