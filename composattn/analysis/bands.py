@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ..graph.expr import Expr, const, index
 from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
-from ..graph.ops import apply
+from ..graph.ops import all_of, apply
 from ..graph.rebuilt import substitute
 from .row_limits import ALL_KEYS, RowLimits, most_keys, without_gaps
 from .row_range import ROW, TILE, RowRange
@@ -201,16 +201,12 @@ def _limits_of(found: Conjunctions) -> RowLimits | None:
     if run is None or run.begin is not run.full_begin or run.end is not run.full_end:
         return None
     begin, end = saturated(finish(run.begin)), saturated(finish(run.end))
-    return RowLimits(begin, end, _all(apply("ne", t, _ZERO) for t in tables), most_keys(run.begin, run.end))
+    return RowLimits(begin, end, all_of(apply("ne", t, _ZERO) for t in tables), most_keys(run.begin, run.end))
 
 
 def _only_if(conditions: list[Expr], end: Expr) -> Expr:
     """`end`, or 0 (an empty range: positions start there) unless all conditions hold."""
-    return apply("where", _all(conditions), end, _ZERO)
-
-
-def _all(conditions: Iterable[Expr]) -> Expr:
-    return functools.reduce(functools.partial(apply, "and"), conditions, const(True))
+    return apply("where", all_of(conditions), end, _ZERO)
 
 
 def _some_row(row: RowCondition, rows: RowRange) -> Expr:

@@ -38,7 +38,7 @@ def refuse_other_sizes(program: Program, sizes: Mapping[str, int]) -> None:
                 if axis is not None and length > sizes[axis]:
                     raise ModShapeMismatch(
                         f"{read_in_words(node)}, so it has {length} entries for {sizes[axis]} {_CALLED[axis]}; "
-                        f"capture those of this call, as tensor{_slice(dim, sizes[axis])}, {_part(axis)}"
+                        f"capture those of this call, as tensor[{':, ' * dim}:{sizes[axis]}], {_part(axis)}"
                     )
 
 
@@ -47,10 +47,6 @@ def axis_of(index: Expr) -> str | None:
     while index.op in ("cast_int32", "cast_int64"):
         index = index.args[0]
     return index.attr if index.op == "index" and index.attr in _CALLED else None
-
-
-def _slice(dim: int, size: int) -> str:
-    return "[" + ":, " * dim + f":{size}]"
 
 
 def _part(axis: str) -> str:

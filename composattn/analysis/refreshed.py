@@ -191,11 +191,7 @@ class distrusting:
 
 
 _may_cache: ContextVar[bool] = ContextVar("may_cache", default=True)
-
-
-def may_cache() -> bool:
-    """Whether what is made now may be held after the call."""
-    return _may_cache.get()
+may_cache = _may_cache.get  # whether what is made now may be held after the call
 
 
 class no_caching:

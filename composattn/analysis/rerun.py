@@ -38,12 +38,7 @@ class Rerun:
         self.compute = compute
         # replaced whole: another thread may come with another form at any time
         self._known: tuple[Hashable, _Recorded | None] = (None, None)
-        self._follows = True
-
-    @property
-    def follows(self) -> bool:
-        """Whether runs can be recorded, as far as is known."""
-        return self._follows
+        self.follows = True  # whether runs can be recorded, as far as is known
 
     def __call__(
         self,
@@ -68,7 +63,7 @@ class Rerun:
         known, recorded = self._known
         if known != form:
             self._known = form, None
-        elif self._follows and memory_is_ours() and False not in [t is None or _is_plain(t) for t in inputs]:
+        elif self.follows and memory_is_ours() and False not in [t is None or _is_plain(t) for t in inputs]:
             return self._record(form, inputs, constants) if recorded is None else recorded(inputs, standing, for_now)
         return self.compute(inputs, *constants)
 
@@ -78,15 +73,15 @@ class Rerun:
         Of whoever has but one form, where memory that is made now is not a CUDA graph's.
         """
         _, recorded = self._known
-        return None if recorded is None or not self._follows else recorded(inputs, (), for_now)
+        return None if recorded is None or not self.follows else recorded(inputs, (), for_now)
 
     def _record(self, form: Hashable, inputs: Sequence[T | None], constants: tuple[Hashable, ...]) -> Sequence[T]:
         with _Recorder(inputs) as recorder:
             results = self.compute(inputs, *constants)
         made = _Recorded(recorder, results)
         moves = all(isinstance(r, ResultSlot) for r in made.results)  # what is given out may be written to
-        self._follows = recorder.follows and moves and made.held_bytes <= MOST_HELD
-        if self._follows:
+        self.follows = recorder.follows and moves and made.held_bytes <= MOST_HELD
+        if self.follows:
             self._known = form, made
         return results
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from ..graph.expr import DType, Expr, const, index
-from ..graph.linear import Linear, forget, linear
-from ..graph.ops import apply
+from ..graph.linear import forget, linear
+from ..graph.ops import all_of, apply
 from ..graph.rebuilt import substitute
 
 
@@ -29,12 +29,7 @@ def residues(mask: Expr) -> tuple[int, Expr]:
         else:
             step = math.lcm(step, found)
     forget()
-    if step == 1:
-        return 1, mask
-    joined = const(True)
-    for term in rest:
-        joined = term if joined is const(True) else apply("and", joined, term)
-    return step, joined
+    return (1, mask) if step == 1 else (step, all_of(rest))
 
 
 def of_residue(graph: Expr, step: int, first: int) -> Expr:
@@ -71,7 +66,9 @@ def _step(term: Expr) -> int | None:
         between = linear(x.args[0])
     else:
         return None
-    return step if _is_distance(between, step) else None
+    slopes = {between.terms.get(index("q")), between.terms.get(index("kv"))}
+    is_distance = len(between.terms) == 2 and slopes == {1, -1}
+    return step if is_distance and between.constant % step == 0 else None
 
 
 def _modulus(node: Expr) -> int | None:
@@ -80,9 +77,3 @@ def _modulus(node: Expr) -> int | None:
         return None
     step = node.args[1].attr
     return step if isinstance(step, int) and step > 1 else None
-
-
-def _is_distance(between: Linear, step: int) -> bool:
-    """Whether it is q - kv or kv - q, and a multiple of `step`."""
-    slopes = {between.terms.get(index("q")), between.terms.get(index("kv"))}
-    return len(between.terms) == 2 and slopes == {1, -1} and between.constant % step == 0

@@ -12,10 +12,10 @@ the gradient.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
 
 from ..graph.expr import Capture, Dep, Expr, captures, const, score, walk
+from ..graph.factors import products
 from ..graph.gradient import partials
 from ..graph.ops import apply
 from ..graph.rebuilt import substitute
@@ -63,14 +63,8 @@ def score_factor(program: Program) -> ScoreFactor | None:
 
 def _split(mod: Expr) -> tuple[Expr | None, Expr]:
     """(what the score is multiplied by before all else, the product)."""
-    users: dict[Expr, list[Expr]] = defaultdict(list)
-    for user in walk(mod):
-        for part in user.args:
-            users[part].append(user)
     value, product = None, score()
-    while len(users[product]) == 1 and users[product][0].op in ("mul", "div"):
-        (user,) = users[product]
-        factor = user.args[1] if user.args[0] is product else user.args[0]
+    for user, factor in products(mod):
         divides = user.op == "div"
         if (divides and factor is user.args[0]) or not _is_of_rows(factor):
             break

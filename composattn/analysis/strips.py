@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Dep, Expr, const, index, walk
-from ..graph.ops import apply
+from ..graph.ops import all_of, apply
 from ..graph.rebuilt import rebuild, substitute
 from .residues import terms
 
@@ -119,7 +118,7 @@ class Strips:
             # a row has so many columns; as an "or" of both, a mask would need more loops over keys than there may be
             there = apply("where", before, const(self.columns), const(self.cut.columns))
             inside.append(apply("lt", column, there))
-        return functools.reduce(partial(apply, "and"), inside, self.of(mask))
+        return all_of([self.of(mask), *inside])
 
     def of(self, graph: Expr) -> Expr:
         """`graph`, which `reads_image` alone, for strip b % count of entry b // count: of place i is row i // apart of
@@ -240,7 +239,7 @@ def strips_of(mask: Expr, apart: int = WIDTHS[0]) -> Strips | None:
             return None
     if not of_columns:
         return None
-    found = _around(functools.reduce(partial(apply, "and"), of_columns), columns, apart)
+    found = _around(all_of(of_columns), columns, apart)
     return None if found is None else dataclasses.replace(found, several_axes=several_axes)
 
 

@@ -226,17 +226,12 @@ def _text(node: Expr, args: list[tuple[str, int]], names: Names) -> tuple[str, i
     return args[shown] if shown is not None else (f"{_CALLED.get(node.op, node.op)}({', '.join(inner)})", _ATOM)
 
 
-def _read_text(node: Expr, inner: list[str], names: Names) -> str:
-    name = names.tensor(node.attr)
-    return f"{name}[{', '.join(inner)}]" if inner else name
-
-
 _TEXT_OF: dict[str, Callable[[Expr, list[str], Names], str]] = {
     "index": lambda node, inner, names: _LENGTHS.get(node.attr, node.attr),
     "score": lambda node, inner, names: "s",
     "scalar": lambda node, inner, names: names.scalar(node.attr),
     "size": lambda node, inner, names: f"{names.tensor(node.attr)}.size({inner[0]})",
-    "read": _read_text,
+    "read": lambda node, inner, names: names.tensor(node.attr) + (f"[{', '.join(inner)}]" if inner else ""),
 }
 _PREFIX = {"neg": "-", "not": "~"}
 

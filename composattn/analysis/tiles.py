@@ -49,7 +49,8 @@ def tiles(
     b, h = (batch if mask.deps & Dep.B else 1), (heads if mask.deps & Dep.H else 1)
     found = kinds(mask, Tiles(q_len, kv_len, tile, b, h, device, cuts=useful_cuts(mask, q_len, kv_len, tile)))
     if refine:
-        _refine(mask, found, q_len, kv_len, tile, device)
+        for part, settled in settled_tiles(mask, (found == PARTIAL).nonzero(), q_len, kv_len, tile, device):
+            found[tuple(part.unbind(1))] = settled
     return found
 
 
@@ -108,14 +109,6 @@ def useful_cuts(mask: Expr, q_len: int, kv_len: int, tile: tuple[int, int]) -> t
                 break
         cuts.append(cut)
     return cuts[0], cuts[1]
-
-
-def _refine(
-    mask: Expr, found: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], device: torch.device | str
-) -> None:
-    """Settle partial tiles by their elements, some tiles at a time."""
-    for part, settled in settled_tiles(mask, (found == PARTIAL).nonzero(), q_len, kv_len, tile, device):
-        found[tuple(part.unbind(1))] = settled
 
 
 def settled_tiles(

@@ -335,7 +335,8 @@ def _begin(key: Hashable, form: Hashable, storage: torch.UntypedStorage) -> Borr
                     _idle[capture] = form
             too_many = [_idle.popitem(last=False)[0] for _ in range(len(_idle) - IDLE_LIMIT)]
         for capture in too_many:
-            _drop(capture)
+            for key, forget in list(capture.dependents.items()):
+                forget(key)
 
     with _lock:
         if number not in _watched:
@@ -354,11 +355,6 @@ def _taken_over(form: Hashable) -> BorrowedCapture | None:
             capture.epoch += 1  # nothing that was derived from the memory before holds
             return capture
     return None
-
-
-def _drop(capture: BorrowedCapture) -> None:
-    for key, forget in list(capture.dependents.items()):
-        forget(key)
 
 
 def borrow(tensors: Sequence[torch.Tensor], reader: Hashable = None) -> Borrowed | None:
@@ -450,7 +446,10 @@ def _found(tensor: torch.Tensor, place: Hashable) -> BorrowedCapture | None:
     Raises: `UnsupportedCapture` for a tensor whose elements are not to be read.
     """
     if tensor.__class__ not in _PLAIN:
-        _refuse_foreign(tensor)
+        reason = "a FakeTensor beside q that is none; make both of one FakeTensorMode" if is_fake(tensor) else None
+        reason = reason_against(tensor) if reason is None else reason
+        if reason is not None:
+            raise UnsupportedCapture(f"a captured tensor is {reason}")
     if torch._is_functional_tensor(tensor):
         return None  # its storage has no memory, and torch ends the process where it is asked for its counter
     try:
@@ -469,13 +468,6 @@ def _found(tensor: torch.Tensor, place: Hashable) -> BorrowedCapture | None:
         capture.follow(tensor)
         _of_tensor[tensor._cdata] = capture
     return capture
-
-
-def _refuse_foreign(tensor: torch.Tensor) -> None:
-    reason = "a FakeTensor beside q that is none; make both of one FakeTensorMode" if is_fake(tensor) else None
-    reason = reason_against(tensor) if reason is None else reason
-    if reason is not None:
-        raise UnsupportedCapture(f"a captured tensor is {reason}")
 
 
 def _forget_tensor(capture: BorrowedCapture) -> None:

@@ -143,7 +143,7 @@ def _value(node: Expr, args: list[Any], env: Env) -> Any:
     if node.op in _LEAVES:
         return _LEAVES[node.op](node, env)
     if node.op == "read":
-        return _read(node, args, env)
+        return _element(node, _places(node, args, env), env)
     wanted = _torch_type(node.dtype, env)
     if node.op.startswith("cast_"):
         target = CASTS[node.op.removeprefix("cast_")][0]
@@ -182,10 +182,6 @@ def _torch_type(dtype: DType, env: Env) -> torch.dtype:
     if dtype is DType.FLOAT:
         return env.float_dtype
     return torch.bool if dtype is DType.BOOL else torch.int64
-
-
-def _read(node: Expr, indices: list[Any], env: Env) -> torch.Tensor:
-    return _element(node, _places(node, indices, env), env)
 
 
 def _element(node: Expr, places: tuple[torch.Tensor, ...], env: Env) -> torch.Tensor:

@@ -6,8 +6,9 @@ behind the scales of k and of q, and is none.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .expr import DEEP, Dep, Expr, Rate, score, walk
@@ -54,17 +55,12 @@ def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) 
         found[rate(factor)].append(factor)
     of_values = values if values is not None and values.deps & Dep.KV else None
     runs = found[Rate.COLUMN]
-    keys = _longest_runs([*runs, *filter(None, [of_values])], tile_n)
+    nodes = [*runs, *filter(None, [of_values])]
+    constant = (n for n in RUNS if tile_n % n == 0 and all(in_blocks(x, Dep.KV, n, {}) for x in nodes))
+    keys = next(constant, 1) if nodes else 0
     heads = (*found[Rate.CONSTANT], *found[Rate.HEAD])
     scales = Scales(heads, tuple(found[Rate.ROW]), tuple(runs), of_values, keys)
     return None if rest is score() else rest, scales
-
-
-def _longest_runs(nodes: list[Expr], tile_n: int) -> int:
-    """The most keys of runs within which none of `nodes` changes; 1: some change from key to key, 0: there are none."""
-    if not nodes:
-        return 0
-    return next((n for n in RUNS if tile_n % n == 0 and all(in_blocks(x, Dep.KV, n, {}) for x in nodes)), 1)
 
 
 def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, tuple[Expr, ...]]:
@@ -72,19 +68,26 @@ def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, t
 
     Nobody sees the score with fewer of them.
     """
-    users: dict[Expr, list[Expr]] = defaultdict(list)
-    for user in walk(node):
-        for part in user.args:
-            users[part].append(user)
     scaled, factors = score(), list[Expr]()
-    while scaled is not node and len(factors) < MOST and len(users[scaled]) == 1 and users[scaled][0].op == "mul":
-        (product,) = users[scaled]
-        (factor,) = (x for x in product.args if x is not scaled)
-        if factor.deps & score().deps or not is_known(factor):
+    for product, factor in itertools.islice(products(node), MOST):
+        if product.op != "mul" or factor.deps & Dep.SCORE or not is_known(factor):
             break
         factors.append(factor)
         scaled = product
     return substitute(node, {scaled: score()}), tuple(factors)
+
+
+def products(node: Expr) -> Iterator[tuple[Expr, Expr]]:
+    """(product, factor) of each "mul" or "div" that the score goes through before all else, where nobody sees it."""
+    users: dict[Expr, list[Expr]] = defaultdict(list)
+    for user in walk(node):
+        for part in user.args:
+            users[part].append(user)
+    scaled = score()
+    while len(users[scaled]) == 1 and users[scaled][0].op in ("mul", "div"):
+        (product,) = users[scaled]
+        yield product, product.args[1] if product.args[0] is scaled else product.args[0]
+        scaled = product
 
 
 def in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr, Dep], bool]) -> bool:
@@ -103,12 +106,8 @@ def _constant_in_blocks(node: Expr, dep: Dep, block: int, known: dict[tuple[Expr
         return False
     if found is None:
         inside = bool(node.args) and all(_constant_in_blocks(a, dep, block, known) for a in node.args)
-        found = known[node, dep] = _is_of_blocks(node, block) or inside
+        of_blocks = node.op == "floordiv" and node.args[0].op == "index" and node.args[1].is_const
+        # `q // n` or `kv // n`, n blocks; by a negative n it changes one position further on
+        found = inside or (of_blocks and node.args[1].attr > 0 and node.args[1].attr % block == 0)
+        known[node, dep] = found
     return found
-
-
-def _is_of_blocks(node: Expr, block: int) -> bool:
-    """Whether it is `q // n` or `kv // n`, n blocks; by a negative n it changes one position further on."""
-    if node.op != "floordiv" or node.args[0].op != "index" or not node.args[1].is_const:
-        return False
-    return node.args[1].attr > 0 and node.args[1].attr % block == 0

@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,7 +231,8 @@ def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
         nearer = apply(name, args[0], const(_FURTHEST))
         return apply(name, nearer, const(min(args[1].attr, 63) - _FURTHEST))
     if constants == len(args):
-        return _fold(OPS[name], dtype, args)
+        with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
+            return _folded(OPS[name], dtype, args)
     if constants or len(args) != 2 or args[0] is args[1]:
         short = _identity(name, dtype, args)
         if short is not None:
@@ -239,6 +240,11 @@ def apply(name: str, *args: Expr, attr: Hashable = None) -> Expr:
         if constants:
             _check_constant(name, dtype, args[-1])
     return make(name, args, dtype, attr)
+
+
+def all_of(conditions: Iterable[Expr]) -> Expr:
+    """Bools joined by &; of none, True."""
+    return functools.reduce(functools.partial(apply, "and"), conditions, const(True))
 
 
 @functools.cache
@@ -272,11 +278,6 @@ def _check_constant(name: str, dtype: DType, y: Expr) -> None:
 
 
 _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: torch.int64, DType.FLOAT: torch.float64}
-
-
-def _fold(row: Op, dtype: DType, args: tuple[Expr, ...]) -> Expr:
-    with torch._C.DisableTorchFunction():  # a mod may be running, whose torch calls are all intercepted
-        return _folded(row, dtype, args)
 
 
 def _as_tensors(row: Op, dtype: DType, args: tuple[Expr, ...]) -> list[torch.Tensor]:
@@ -353,14 +354,9 @@ def _is_neutral(name: str, dtype: DType, constant: float) -> bool:
     """Whether what stands beside the constant is the result."""
     if name == "floordiv" and not dtype.is_integer:
         return False
-    return constant == _NEUTRAL.get(name) and _keeps_zeros(name, dtype, constant)
-
-
-def _keeps_zeros(name: str, dtype: DType, constant: float) -> bool:
-    """Whether -0.0 stays what it is: with 0.0 added it is 0.0, as torch has it; with 0.0 taken away it stays."""
-    if dtype is not DType.FLOAT or name not in ("add", "sub"):
-        return True
-    return (math.copysign(1.0, constant) < 0) is (name == "add")
+    if dtype is DType.FLOAT and name in ("add", "sub"):  # -0.0 + 0.0 is 0.0, as torch has it, -0.0 - 0.0 is -0.0
+        return constant == 0 and (math.copysign(1.0, constant) < 0) is (name == "add")
+    return constant == _NEUTRAL.get(name)
 
 
 def _retype(x: Expr, dtype: DType) -> Expr:

@@ -166,7 +166,9 @@ def as_expr(value: Any) -> Expr:
     if hasattr(value, "__array__") and getattr(value, "ndim", None) == 0 and not isinstance(value, torch.Tensor):
         value = value.item()  # numpy's numbers
     if isinstance(value, (bool, int, float)):
-        return _python_number(value)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            refuse(errors.TypeMismatch, f"an integer of {value.bit_length()} bits does not fit into 64; write a float")
+        return const(value)
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
             return read(capture_of(value), ())
@@ -185,12 +187,6 @@ def as_expr(value: Any) -> Expr:
         return refuse(errors.UnindexedTensor, "a vector where one number is needed; reduce it: .sum(-1), .any(-1)").expr
     way_out = "; capture a tensor of it, and read an element" if hasattr(value, "__array__") else ""
     return refuse(errors.UnsupportedOperation, f"a {type(value).__name__} can't be part of a mod{way_out}").expr
-
-
-def _python_number(value: float | int) -> Expr:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        refuse(errors.TypeMismatch, f"an integer of {value.bit_length()} bits does not fit into 64; write a float")
-    return const(value)
 
 
 def apply_to(name: str, *args: Any) -> Any:

@@ -128,11 +128,6 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-def _check_own_gradient(fn: Callable[..., Any], result: Any) -> None:
-    if isinstance(result, Symbolic) and not is_that_of(result.expr, fn):
-        raise errors.UnsupportedOperation(OWN_BACKWARD, _definition(fn))
-
-
 Runner = Callable[[Callable[..., Any], Sequence[Any], bool], Any]
 """Gives what a mod makes of traced values: the mod, the values, whether the mod is one of scores."""
 
@@ -143,8 +138,9 @@ def in_python(fn: Callable[..., Any], arguments: Sequence[Any], of_score: bool) 
     try:
         with GUARD:
             result = fn(*arguments)
-        if nodes_made() != before and of_score and pending.last is None:
-            _check_own_gradient(fn, result)
+        has_nodes = nodes_made() != before and of_score and pending.last is None
+        if has_nodes and isinstance(result, Symbolic) and not is_that_of(result.expr, fn):
+            raise errors.UnsupportedOperation(OWN_BACKWARD, _definition(fn))
         return result
     except Exception as error:
         if nodes_made() != before and pending.last is None and not isinstance(error, errors.ComposattnError):
