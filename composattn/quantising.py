@@ -19,7 +19,7 @@ from .backends.fused.running.quantise import Rounded, rounded, target_of
 from .call.autograd import without_autocast
 from .call.checks import check_flag
 from .call.eight_bits import EIGHT_BITS, MANTISSAS, Quantized, Rounding, narrowed, scale_for
-from .call.problem import refuse_unreadable
+from .call.problem import check_on_one_device, refuse_unreadable
 from .dispatch.transforms import active as transforms_active
 from .graph.dynamo import dispatch_modes, function_modes
 from .graph.foreign import in_memory
@@ -199,9 +199,7 @@ def _check_tensors(tensors: dict[str, torch.Tensor], by_block: bool, rotates: bo
             raise errors.UnsupportedDType(f"{name} is {t.dtype}; quantise floats of 16 bits or more")
         if by_block and t.ndim == 3:
             raise errors.UnsupportedOption('blocks of packed rows would cross sequences; pass scale="token" or "head"')
-    devices = {name: str(t.device) for name, t in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
+    check_on_one_device(tensors)
     head_dim, of_k = (tensors[name].shape[-1] for name in "qk")
     if differ(head_dim, of_k):
         raise errors.ShapeMismatch(f"q and k must have the same head dimension, got {head_dim} and {of_k}")

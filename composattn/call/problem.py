@@ -270,6 +270,13 @@ def refuse_unreadable(name: str, t: torch.Tensor) -> None:
         raise errors.UnsupportedLayout(f"{name} is {lies[0]}; pass a dense tensor: {name}.{lies[1]}")
 
 
+def check_on_one_device(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises `DeviceMismatch` for q, k and v, by name, that lie on several."""
+    devices = {name: str(t.device) for name, t in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
+
+
 def undense(t: torch.Tensor) -> tuple[str, str] | None:
     """How a tensor lies that is not dense, and the method that makes a dense one of it; None of dense ones."""
     if t.is_quantized:
@@ -323,9 +330,7 @@ def _check_types(tensors: dict[str, torch.Tensor], out_dtype: torch.dtype | None
         )
     if (out_dtype or dtype) not in _DTYPES:
         raise errors.UnsupportedDType(f"q, k and v are {dtype}; attention takes {', '.join(map(str, _DTYPES))}")
-    devices = {name: str(t.device) for name, t in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise errors.DeviceMismatch(f"q, k and v must lie on one device, got {devices}; move two of them with .to()")
+    check_on_one_device(tensors)
     for name, t in tensors.items():
         refuse_unreadable(name, t)
     if len(set(map(is_fake, tensors.values()))) > 1:

@@ -188,9 +188,6 @@ class Mask(Mod):
             f"a mask has no truth value: write & | ~ where `and`, `or`, `not` stand\n  at {user_line()}"
         )
 
-    def __repr__(self) -> str:
-        return self.name
-
     def __format__(self, spec: str) -> str:
         return format(self.name, spec)
 

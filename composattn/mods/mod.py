@@ -56,6 +56,9 @@ class Mod:
             made = self.of(mod)
             self.form, self.leaves, self.name = made.form, made.leaves, name or made.name
 
+    def __repr__(self) -> str:
+        return self.name
+
     @staticmethod
     def of(fn: Any, name: str | None = None) -> Any:
         """`fn` as a mod of this class: itself, or traced."""

@@ -119,8 +119,6 @@ class Score(Mod):
             f"\n  at {user_line()}"
         )
 
-    def __repr__(self) -> str:
-        return self.name
 
 
 def _operand(side: Any, sign: str) -> Score:
