@@ -25,7 +25,7 @@ except ImportError:
 
 from composattn.errors import BackendUnavailable
 from composattn.extras import how_to_install
-from composattn.graph.taught import is_known
+from composattn.graph.dynamo_versions import is_known
 from composattn.parallel import context
 from tests import durations, reached
 from tests.dealing import dealt

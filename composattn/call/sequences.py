@@ -15,8 +15,8 @@ import torch
 from .. import errors
 from ..graph.expr import has_no_shape
 from ..graph.foreign import is_computed
-from ..graph.moves import on_device
 from ..graph.sizes import differ, surely
+from ..graph.to_device import on_device
 from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for, scale_tensor
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256

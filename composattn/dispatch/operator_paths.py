@@ -15,7 +15,7 @@ from ..analysis.refreshed import belongs_to_graph
 from ..call import checks
 from ..call.inputs import Inputs
 from ..call.prepared import OperatorPath
-from ..graph.forms import of_the_form
+from ..graph.tensor_forms import of_the_form
 from .operator_plans import LIMIT, OperatorPlan
 from .transforms import active
 

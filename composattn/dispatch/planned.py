@@ -21,7 +21,7 @@ from ..call.prepared import FastPath, PreparedCall
 from ..call.schedule import Schedule
 from ..graph.borrowed import Borrowed
 from ..graph.dynamo import left_alone
-from ..graph.forms import of_these_forms
+from ..graph.tensor_forms import of_these_forms
 from . import transforms
 from .contents import check_call
 from .plans import Options, Plans

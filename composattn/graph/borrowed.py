@@ -26,8 +26,8 @@ from ..errors import UnsupportedCapture
 from .counters import OF_ONE_TENSOR, Counter, is_shared, storage_uses
 from .expr import Capture
 from .foreign import is_computed, is_fake, is_heard, reason_against
-from .forms import of_the_form
 from .moved import refused
+from .tensor_forms import of_the_form
 
 _lock = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass has its own `detach`

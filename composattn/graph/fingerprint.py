@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from .forms import of_the_form
 from .reach import CELL, SELF, Unfit, reached
+from .tensor_forms import of_the_form
 from .torch_functions import POINTWISE
 
 _BUILTINS = frozenset(

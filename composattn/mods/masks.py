@@ -15,11 +15,11 @@ from ..errors import InvalidModArgument
 from ..graph.borrowed import capture_of
 from ..graph.copies import copy_of
 from ..graph.dynamo import is_traced
+from ..graph.dynamo_versions import teach_dynamo
 from ..graph.expr import const, size
 from ..graph.ops import apply
 from ..graph.proxies import Proxy
 from ..graph.scalar import Scalar
-from ..graph.taught import teach_dynamo
 from .arguments import (
     Number,
     aligned,

@@ -23,15 +23,15 @@ from ..analysis.symbolic import definition
 from ..graph import copies, titles
 from ..graph.among import among, written
 from ..graph.dynamo import HANDED_OVER, is_traced, read, unfollowed
+from ..graph.dynamo_versions import teach_dynamo
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr, has_no_shape, index, score, walk
 from ..graph.fingerprint import Fingerprint, fingerprint, places_of
 from ..graph.form import JOINED, form_of, graph_of, joined
-from ..graph.moves import on_device
 from ..graph.ops import apply
 from ..graph.proxies import Symbolic, as_expr, traced
 from ..graph.rebuilt import substitute
-from ..graph.taught import teach_dynamo
+from ..graph.to_device import on_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

@@ -10,8 +10,8 @@ import torch
 
 from ..graph.dynamo import is_traced
 from ..graph.fingerprint import TENSORS, places_of
-from ..graph.forms import of_the_form
 from ..graph.scalar import Scalar
+from ..graph.tensor_forms import of_the_form
 from .mod import Mod
 
 Given = ParamSpec("Given")

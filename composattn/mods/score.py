@@ -120,7 +120,6 @@ class Score(Mod):
         )
 
 
-
 def _operand(side: Any, sign: str) -> Score:
     if isinstance(side, torch.Tensor):
         return Score.of(side)  # type: ignore[arg-type]  # says what to do with a tensor

@@ -24,9 +24,9 @@ from cutlass.cute import math as cm
 
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
+from ..graph.discontinuities import deciding
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.factors import Scales, in_blocks, scales_of
-from ..graph.jumps import deciding
 from ..graph.least_score import LEAST_SCORE
 from ..graph.linear import Affine, affine
 from ..graph.multiples import steepest_tanh

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.graph.jumps import deciding
+from composattn.graph.discontinuities import deciding
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
 from tests.quotients import (

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import composattn as ca
 from composattn import errors
-from composattn.graph.taught import is_known
+from composattn.graph.dynamo_versions import is_known
 from composattn.mods import alibi, causal, document, prefix_lm, sliding_window, softcap
 from tests.cpu.test_one_reading import FORMS as FIXED
 from tests.cpu.test_one_reading import Module, calls

@@ -15,8 +15,8 @@ import composattn as ca
 from composattn import errors
 from composattn.dispatch.serialized import parse
 from composattn.graph import torch_functions
+from composattn.graph.dynamo_versions import is_known
 from composattn.graph.form import graphs_of
-from composattn.graph.taught import is_known
 from tests.cpu.test_op_semantics import FLOATS, INTEGERS, score_mod
 from tests.cpu.test_tracing import MASK_REFUSED, MASKS, REFUSED, SCORES
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from composattn.graph.dynamo_versions import version_of_torch
 from composattn.graph.gradient import derivative
-from composattn.graph.taught import version_of_torch
 from composattn.graph.trace import trace_score
 from composattn.mods.score import Score
 

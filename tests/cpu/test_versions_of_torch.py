@@ -13,8 +13,8 @@ import torch
 import composattn as ca
 from composattn import errors
 from composattn.dispatch import serialized
-from composattn.graph import form, taught
-from composattn.graph.taught import is_known, version_of_torch
+from composattn.graph import dynamo_versions, form
+from composattn.graph.dynamo_versions import is_known, version_of_torch
 
 Q = torch.randn(2, 4, 12, 8, generator=torch.Generator().manual_seed(5))
 
@@ -38,14 +38,14 @@ def test_a_function_is_read_in_a_region_by_a_dynamo_that_was_tried() -> None:
 
 
 def test_another_dynamo_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taught, "KNOWN", ((1, 12), (1, 13)))
+    monkeypatch.setattr(dynamo_versions, "KNOWN", ((1, 12), (1, 13)))
     with pytest.raises(errors.UnsupportedTorch, match=r"torch 1\.12 to 1\.13"):
         in_a_region(causal)
 
 
-@pytest.mark.parametrize("known", [(taught.KNOWN), ((1, 12), (1, 13))], ids=["known", "unknown"])
+@pytest.mark.parametrize("known", [(dynamo_versions.KNOWN), ((1, 12), (1, 13))], ids=["known", "unknown"])
 def test_mods_made_outside_of_a_region_work_with_every_dynamo(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taught, "KNOWN", known)
+    monkeypatch.setattr(dynamo_versions, "KNOWN", known)
     torch.testing.assert_close(in_a_region(ca.mask(causal)), ca.attention(Q, Q, Q, mask_mod=causal))
     kept = ca.Attention(mask_mod=causal)
     torch._dynamo.reset()

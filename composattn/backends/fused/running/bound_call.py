@@ -22,8 +22,8 @@ from ....call.strides import strides_of_ordered
 from ....graph.borrowed import Borrowed
 from ....graph.dynamo import left_alone
 from ....graph.foreign import in_memory
-from ....graph.forms import of_the_form
 from ....graph.moved import Addresses
+from ....graph.tensor_forms import of_the_form
 from .bound_backward import BoundBackward, Memory, bound_backward
 from .bulk import tidy
 from .kernels import FusedKernels

@@ -19,7 +19,7 @@ from ....call.autograd import Gradients
 from ....call.sequences import NO_SEQUENCES
 from ....graph.borrowed import Borrowed, BorrowedCapture
 from ....graph.expr import Capture
-from ....graph.forms import of_the_form
+from ....graph.tensor_forms import of_the_form
 from ..tiles.work import WorkTables
 from .bound_call import is_bindable, memory_of
 from .kernels import FusedKernels

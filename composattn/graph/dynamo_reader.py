@@ -637,7 +637,7 @@ def _not_following(of_dynamo: Callable[..., Any]) -> Callable[..., Any]:
 
 def _applied(function: Any, of_dynamo: Callable[..., Any], tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dynamo's `call_apply`: in a mod the forward of an `autograd.Function` is followed, its backward is looked at."""
-    from .applied import agrees
+    from .autograd_functions import agrees
 
     reading = getattr(pending, "reading", None)
     if reading is None:

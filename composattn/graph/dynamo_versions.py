@@ -20,7 +20,7 @@ def teach_dynamo() -> str | None:
     """
     if not is_known():
         return _unknown()
-    from .followed import install
+    from .dynamo_reader import install
 
     with _lock:
         if not _taught:

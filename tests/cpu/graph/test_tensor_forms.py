@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from composattn.graph.forms import of_the_form, of_these_forms
+from composattn.graph.tensor_forms import of_the_form, of_these_forms
 
 OF = torch.zeros(2, 3, 8)
 OTHERS: dict[str, Callable[[], object]] = {
