@@ -176,7 +176,8 @@ class Streaming:
     def backward(self, known: BackwardInputs) -> Grads:
         """(dq, dk, dv, *d captured), each in the type of its tensor."""
         with borrowed_again(self.borrowed):
-            return self._gradients(known)
+            found = self._gradients(known)
+            return _of_all(found, known) if torch.is_grad_enabled() else found
 
     def _totals(self, wanted: Sequence[bool], q: torch.Tensor) -> dict[int, torch.Tensor]:
         """Where gradients of captured tensors are summed, by the tensors' ids."""
@@ -221,6 +222,13 @@ class Streaming:
         grads = [in_order_of(t, g.to(t.dtype)) if w else None for t, g, w in made]
         sums = [totals[id(t)].to(t.device, t.dtype) if id(t) in totals else None for t in self.captures]
         return (*grads, *sums)
+
+
+def _of_all(grads: Grads, known: BackwardInputs) -> Grads:
+    """Each gradient as a function of all that is known, so that its own are 0, and no error, where no tile is seen."""
+    tensors = (known.q, known.k, known.v, known.out, known.dout, *known.captured)
+    nothing = sum(t.expand(0, *t.shape).sum() for t in tensors if t.requires_grad)
+    return tuple([None if g is None else (g + nothing).to(g.dtype) for g in grads])
 
 
 Visited = tuple[list[Tile], torch.Tensor, torch.Tensor, torch.Tensor]

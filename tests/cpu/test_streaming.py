@@ -123,6 +123,14 @@ def test_every_single_derivative_of_a_small_call_is_that_of_finite_differences(g
     assert gradgradcheck(call, (q, k, v, table))
 
 
+def test_second_derivatives_are_0_where_a_call_sees_nothing(generator):
+    q, k, v = qkv(generator=generator, q_len=5, kv_len=4, dim=3, dtype=torch.float64, requires_grad=True)
+    table = leaf(q.shape[1], 9, generator=generator)
+    out = attend(q, k, v, score_mod=relative_bias(table), mask_mod=lambda b, h, q, kv: kv < 0)
+    for first in torch.autograd.grad(out.cos().sum(), (q, k, v, table), create_graph=True):
+        assert not any(second.any() for second in torch.autograd.grad(first.sum(), (q, k, v, table), retain_graph=True))
+
+
 def test_second_derivatives_are_finite_where_the_mod_is_nan_at_hidden_pairs(generator, small_tiles):
     q, k, v = qkv(generator=generator, q_len=9, dim=3, dtype=torch.float64, requires_grad=True)
 
