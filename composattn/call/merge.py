@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..errors import DeviceMismatch, DTypeMismatch, InvalidArgument, NotATensor, ShapeMismatch
-from ..graph.expr import has_no_shape
+from ..graph.expr import refuse_lazy
 
 
 def merge_states(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,7 +28,8 @@ def merge_states(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[to
 
     Source: Dao et al. 2023, Flash-Decoding; Ye et al. 2025, FlashInfer, section 2.2.
 
-    Raises: `InvalidArgument` for no part, `NotATensor`, `ShapeMismatch`, `DTypeMismatch`, `DeviceMismatch`.
+    Raises: `InvalidArgument` for no part, `NotATensor`, `ShapeMismatch`, `DTypeMismatch`, `DeviceMismatch`,
+    `UnsupportedLayout` of a lazy parameter.
     """
     try:
         pairs = [tuple(part) for part in parts]
@@ -65,8 +66,8 @@ def merge_weights(lses: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tor
 
 def _check_alike(name: str, of: list[torch.Tensor]) -> None:
     """Whether all parts have one floating-point dtype, and lie on one device."""
-    if any(map(has_no_shape, of)):
-        raise NotATensor(f"{name} of a part is a lazy parameter without a shape; run its module once before")
+    for tensor in of:
+        refuse_lazy(f"{name} of a part", tensor)
     dtypes, devices = {t.dtype for t in of}, {t.device for t in of}
     if len(dtypes) > 1 or not of[0].is_floating_point():
         raise DTypeMismatch(f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype")

@@ -8,6 +8,7 @@ import torch
 from torch._C._functorch import is_batchedtensor
 
 from .. import errors
+from ..graph.expr import refuse_lazy
 from ..graph.philox import ONE
 from ..graph.scalar import LocalScalar, Scalar
 from .mod import Mod
@@ -57,7 +58,7 @@ class Dropout(Mod):
 
         seed: an int or a 0-d int64 tensor; None, which torch's generator gives: see `draw`. `number` holds an int.
 
-        Raises: `UnsupportedOption`.
+        Raises: `UnsupportedOption`, `UnsupportedLayout` of a lazy seed.
         """
         if isinstance(p, float) and p == 0.0:
             return None
@@ -70,6 +71,7 @@ class Dropout(Mod):
         if least == 0:
             return None
         if isinstance(seed, torch.Tensor):
+            refuse_lazy("dropout_seed", seed)
             if seed.ndim != 0 or seed.dtype is not torch.int64:
                 raise errors.UnsupportedOption(
                     f"dropout_seed is {seed.dtype} of shape {tuple(seed.shape)}; pass an int, or a 0-d int64 tensor"

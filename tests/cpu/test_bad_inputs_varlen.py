@@ -24,6 +24,7 @@ def int32(*numbers: int) -> torch.Tensor:
 CU = int32(0, 3, 3, 8)
 """Three sequences in 8 rows; the second is empty."""
 META = CU.to("meta")
+LAZY = torch.nn.UninitializedBuffer(dtype=torch.int32)
 
 
 def rows(*totals: int, heads: tuple[int, int, int] = (4, 2, 2), dims: tuple[int, int, int] = (8, 8, 8)) -> list:
@@ -71,6 +72,13 @@ VARLEN: dict[str, Case] = {
     "cu-seqlens-has-no-sequence": (errors.ShapeMismatch, lambda: ca.Varlen(int32(0))),
     "cu-seqlens-is-strided": (errors.UnsupportedLayout, lambda: ca.Varlen(int32(0, 1, 2, 3, 4, 5)[::2])),
     "cu-seqlens-k-is-for-more-sequences": (errors.ShapeMismatch, lambda: ca.Varlen(CU, int32(0, 8))),
+    "cu-seqlens-is-lazy": (errors.UnsupportedLayout, lambda: ca.Varlen(LAZY)),
+    "a-page-table-that-is-lazy": (errors.UnsupportedLayout, lambda: ca.Paged(LAZY, 16, COUNTS)),
+    "seqused-is-lazy": (errors.UnsupportedLayout, lambda: ca.Paged(TABLE, 16, LAZY)),
+    "a-dropout-seed-that-is-lazy": (
+        errors.UnsupportedLayout,
+        lambda: packed(dropout_p=0.1, dropout_seed=torch.nn.UninitializedBuffer(dtype=torch.int64)),
+    ),
     "cu-seqlens-k-lies-elsewhere": (errors.DeviceMismatch, lambda: ca.Varlen(CU, META)),
     "cu-seqlens-lies-elsewhere-than-q": (errors.DeviceMismatch, lambda: packed(ca.Varlen(META))),
     "seqused-has-no-entry-for-one": (errors.ShapeMismatch, lambda: ca.Varlen(CU, seqused_q=int32(1, 0))),
