@@ -14,11 +14,10 @@ from itertools import accumulate, pairwise
 from types import TracebackType
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import errors, settings
 from ..analysis.graphs import refuse_in_graph
-from .block_sparse import Table
-from .inputs import Inputs
 
 are_on = settings.DEBUG_CHECKS
 
@@ -130,34 +129,21 @@ def refuse_arguments(
         raise errors.UnknownKeyword(f"attention has no argument {name!r} here; {instead}")
 
 
-def check_blocks(tables: Iterable[Table]) -> None:
-    """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
-    if are_on:
-        for table in tables:
-            table.check_contents()
-
-
-def check_contents(inputs: Inputs) -> None:
-    """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
-    if not are_on:
-        return
+def refuse_capture() -> None:
+    """Raises `GraphUnsupported` where a CUDA graph records: a replay would look at nothing."""
     refuse_in_graph("debug_checks look at what lengths, blocks and indices hold", "switch them off for the capture")
-    q, k, _, varlen, paged = inputs
-    if varlen is not None:
-        lengths = _check_offsets("cu_seqlens_q", varlen.cu_seqlens_q, "q", q.shape[0])
-        used = _check_used("seqused_q", varlen.seqused_q, lengths)
-        _check_maximum("max_seqlen_q", varlen.max_seqlen_q, used)
-        if paged is None:
-            if varlen.cu_seqlens_k is not None:
-                used = lengths = _check_offsets("cu_seqlens_k", varlen.cu_seqlens_k, "k", k.shape[0])
-            if varlen.seqused_k is not None:
-                used = _check_used("seqused_k", varlen.seqused_k, lengths)
-            _check_maximum("max_seqlen_k", varlen.max_seqlen_k, used)
-    if paged is not None:
-        check_pages(paged.page_table, paged.seqused, paged.page_size, k.shape[0])
 
 
-def _check_offsets(name: str, offsets: torch.Tensor, of: str, total: int | None) -> list[int]:
+def at_hand(tensor: torch.Tensor) -> bool:
+    """Whether to look at what `tensor` holds: on a CPU that costs little, elsewhere `debug_checks` ask for it."""
+    if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
+        return False
+    if are_on:
+        refuse_capture()
+    return are_on or tensor.device.type == "cpu"
+
+
+def check_offsets(name: str, offsets: torch.Tensor, of: str, total: int | None) -> list[int]:
     """The lengths that `offsets` say, of `total` rows if given."""
     at = offsets.tolist()
     if at[0] != 0:
@@ -181,12 +167,12 @@ def ranges(of: str, offsets: torch.Tensor, used: torch.Tensor | None, total: int
 
     Raises: `OffsetsNotMonotone`, `OffsetsOutOfRange`, `UsedOutOfRange`.
     """
-    lengths = _check_offsets(f"cu_seqlens_{of}", offsets, of, total)
-    counts = _check_used(f"seqused_{of}", used, lengths)
+    lengths = check_offsets(f"cu_seqlens_{of}", offsets, of, total)
+    counts = check_used(f"seqused_{of}", used, lengths)
     return [slice(start, start + count) for start, count in zip(accumulate(lengths, initial=0), counts, strict=False)]
 
 
-def _check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> list[int]:
+def check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> list[int]:
     """How many rows of each sequence are used."""
     if used is None:
         return lengths
@@ -197,7 +183,7 @@ def _check_used(name: str, used: torch.Tensor | None, lengths: list[int]) -> lis
     return counts
 
 
-def _check_maximum(name: str, maximum: int | None, lengths: list[int]) -> None:
+def check_maximum(name: str, maximum: int | None, lengths: list[int]) -> None:
     if maximum is not None and max(lengths) > maximum:
         raise errors.MaximumExceeded(
             f"{name} is {maximum}, and sequence {lengths.index(max(lengths))} has {max(lengths)}; leave it out, or "
@@ -212,11 +198,11 @@ def check_pages(page_table: torch.Tensor, seqused: torch.Tensor, page_size: int,
     """
     table: list[list[int]] = page_table.tolist()
     room = len(table[0]) * page_size
-    counts = _check_used("seqused", seqused, [room] * len(table))
+    counts = check_used("seqused", seqused, [room] * len(table))
     for b, (row, count) in enumerate(zip(table, counts, strict=True)):
         for i, page in enumerate(row[: -(-count // page_size)]):
             if not 0 <= page < num_pages:
                 raise errors.PageOutOfRange(
                     f"page_table[{b}, {i}] is {page}, and there are {num_pages} pages; entries up to "
-                    f"ceil(seqused / {page_size}) must be pages of k"
+                    f"ceil(seqused / {page_size}) must be pages of the cache"
                 )

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
-from ..graph.expr import has_no_shape
+from ..graph.expr import refuse_lazy
 from ..graph.foreign import is_computed
 from ..graph.sizes import differ, surely
 from ..graph.to_device import on_device
+from .checks import at_hand, check_pages, ranges
 from .eight_bits import EIGHT_BITS, Quantized, narrowed, scale_for, scale_tensor
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
@@ -151,30 +152,34 @@ class Paged:
 
         k_cache (num_pages, Hkv, page_size, D), v_cache (num_pages, Hkv, page_size, Dv), as a call takes them;
         k (B, Hkv, n, D), v (B, Hkv, n, Dv), or packed (total, Hkv, D), (total, Hkv, Dv) where `varlen` says whose.
-        `page_table` must have pages for them: an index beyond it is torch's error. Nothing waits for the device.
+        `page_table` must have pages for them. On a CPU, and under `composattn.debug_checks(True)`, contents are looked
+        at before anything is written. Else, and in compiled code, nothing waits for the device, and torch stops at what
+        names no page, also a number below 0, with its own error of an index out of range.
 
         A cache of 8 bits is a `ca.Quantized`: rows are quantised by its scale, one number or (Hkv,), as it is; or by
         one of each row, (num_pages, Hkv, page_size), which is written beside it, a power of two.
 
-        Raises: `NotATensor`, `ShapeMismatch`, `SequencesMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and
-        for a cache with other scales.
+        Raises: `NotATensor`, `UnsupportedLayout` of a lazy parameter, `DeviceMismatch`, `ShapeMismatch`,
+        `SequencesMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and for a cache with other scales;
+        `PageOutOfRange`, `UsedOutOfRange`, `OffsetsOutOfRange`, `OffsetsNotMonotone` where contents are looked at.
         """
         _check_appended((k_cache, v_cache), (k, v), self, varlen)
+        used = self.seqused.view(torch.uint32).long()  # one below 0 is beyond all pages, and stopped so
         if varlen is None:
             count = torch.full_like(self.seqused, k.shape[2])
             b = torch.arange(self.batch, device=k.device)[:, None]
-            position = self.seqused[:, None] + torch.arange(k.shape[2], device=k.device)
+            position = used[:, None] + torch.arange(k.shape[2], device=k.device)
         else:
             begins = varlen.cu_seqlens_q
             count, row = begins.diff(), torch.arange(k.shape[0], device=k.device)
             b = torch.searchsorted(begins[1:], row, right=True)
-            position = self.seqused[b] + row - begins[b]
+            position = used[b] + row - begins[b]
         parts = [
             part
             for cache, new in ((k_cache, k), (v_cache, v))
             for part in _held_by(cache, new.transpose(1, 2) if varlen is None else new)
         ]
-        page = self.page_table[b, position // self.page_size].long()
+        page = self.page_table[b, position // self.page_size].view(torch.uint32).long()
         for part, held in parts:
             if part.dtype.itemsize == 1:  # float8_e8m0fnu has no writes by index
                 part, held = part.view(torch.uint8), held.view(torch.uint8)
@@ -257,6 +262,7 @@ def rows_in_use(offsets: torch.Tensor, used: torch.Tensor | None, total: int) ->
 def _check_index(name: str, tensor: Any, shape: str, rank: int) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(tensor).__name__}; pass an int32 tensor of shape {shape}")
+    refuse_lazy(name, tensor)
     if tensor.dtype is not torch.int32:
         raise errors.UnsupportedIndexDType(f"{name} is {tensor.dtype}; pass {name}.to(torch.int32)")
     if tensor.ndim != rank:
@@ -312,15 +318,34 @@ def _check_appended(caches: tuple[Any, Any], rows: tuple[Any, Any], paged: Paged
         raise errors.SequencesMismatch(f"varlen {found}; pass ca.Varlen(cu_seqlens) of {paged.batch} sequences")
     if varlen is not None and varlen.seqused_q is not None:
         raise errors.UnsupportedOption("append takes all packed rows; leave seqused_q out of varlen")
-    for name, cache, new in zip("kv", caches, rows, strict=True):
-        data = cache.data if isinstance(cache, Quantized) else cache
-        for what, t in ((f"{name}_cache", data), (name, new)):
-            if not isinstance(t, torch.Tensor) or has_no_shape(t):
-                raise errors.NotATensor(f"{what} is a {type(t).__name__}; pass a torch.Tensor")
-        _check_rows(name, data, new, paged, varlen is None)
+    data = [cache.data if isinstance(cache, Quantized) else cache for cache in caches]
+    for name, held, new in zip("kv", data, rows, strict=True):
+        for what, t in ((f"{name}_cache", held), (name, new)):
+            _check_beside(paged.page_table, what, t)
+        _check_rows(name, held, new, paged, varlen is None)
     counts = [x.shape[2 if varlen is None else 0] for x in rows]
     if differ(*counts):
         raise errors.ShapeMismatch(f"k has {counts[0]} new rows, v {counts[1]}; each key needs its value")
+    _check_room(paged, varlen, counts[0], min(len(held) for held in data))
+
+
+def _check_beside(page_table: torch.Tensor, name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise errors.NotATensor(f"{name} is a {type(tensor).__name__}; pass a torch.Tensor")
+    refuse_lazy(name, tensor)
+    if tensor.device != page_table.device:
+        raise errors.DeviceMismatch(f"{name} is on {tensor.device}, page_table on {page_table.device}")
+
+
+def _check_room(paged: Paged, varlen: Varlen | None, rows: int, num_pages: int) -> None:
+    """Looks whether each sequence has pages for its new rows: of `rows` each, or of as many packed ones."""
+    if not at_hand(paged.page_table):
+        return
+    count = torch.full_like(paged.seqused, rows)
+    if varlen is not None:
+        count = count.new_tensor([new.stop - new.start for new in ranges("q", varlen.cu_seqlens_q, None, rows)])
+    count.masked_fill_(paged.seqused < 0, 0)  # refused as it is
+    check_pages(paged.page_table, paged.seqused + count, paged.page_size, num_pages)
 
 
 def _check_rows(name: str, cache: torch.Tensor, new: torch.Tensor, paged: Paged, heads_first: bool) -> None:

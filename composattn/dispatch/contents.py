@@ -12,7 +12,6 @@ from ..backends.layouts import arrange
 from ..call import checks
 from ..call.autograd import without_autocast
 from ..call.block_sparse import Table
-from ..call.checks import check_blocks, check_contents
 from ..call.inputs import Inputs
 from ..call.problem import softmax_scale
 
@@ -23,6 +22,33 @@ def check_call(program: Program, tables: Iterable[Table], inputs: Inputs, scale:
         check_contents(inputs)
         check_blocks(tables)
         check_reads(program, inputs, scale)
+
+
+def check_blocks(tables: Iterable[Table]) -> None:
+    """Where `debug_checks` are on, checks what the tensors of a `BlockSparse` hold."""
+    if checks.are_on:
+        for table in tables:
+            table.check_contents()
+
+
+def check_contents(inputs: Inputs) -> None:
+    """Where `debug_checks` are on, checks what the tensors of `varlen` and `paged` hold, for q and k of their form."""
+    if not checks.are_on:
+        return
+    checks.refuse_capture()
+    q, k, _, varlen, paged = inputs
+    if varlen is not None:
+        lengths = checks.check_offsets("cu_seqlens_q", varlen.cu_seqlens_q, "q", q.shape[0])
+        used = checks.check_used("seqused_q", varlen.seqused_q, lengths)
+        checks.check_maximum("max_seqlen_q", varlen.max_seqlen_q, used)
+        if paged is None:
+            if varlen.cu_seqlens_k is not None:
+                used = lengths = checks.check_offsets("cu_seqlens_k", varlen.cu_seqlens_k, "k", k.shape[0])
+            if varlen.seqused_k is not None:
+                used = checks.check_used("seqused_k", varlen.seqused_k, lengths)
+            checks.check_maximum("max_seqlen_k", varlen.max_seqlen_k, used)
+    if paged is not None:
+        checks.check_pages(paged.page_table, paged.seqused, paged.page_size, k.shape[0])
 
 
 def check_reads(program: Program, inputs: Inputs, scale: float | None) -> None:

@@ -35,7 +35,6 @@ from ..analysis.derived import derived_anew, derived_for_graph, same_memory
 from ..analysis.graphs import numbers_now, refuse_outdated
 from ..analysis.refreshed import Moment, distrusting, no_caching
 from ..call.autograd import BackwardInputs, Differentiable, autocast_off
-from ..call.checks import check_blocks, check_contents
 from ..call.inputs import HINTS, Asked, Inputs, say_dense
 from ..call.prepared import OperatorPath
 from ..call.problem import Problem
@@ -46,7 +45,7 @@ from ..graph.dynamo import is_written_down
 from ..graph.expr import Capture
 from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
-from .contents import check_reads
+from .contents import check_blocks, check_contents, check_reads
 from .gradient_operator import differentiable, gradient_of, in_order
 from .operator_paths import learn, may_be_taken, path_of
 from .operator_plans import OperatorPlan, plan_in_use

@@ -33,7 +33,6 @@ from ..analysis.program import Program
 from ..backends import formula
 from ..call.autograd import BackwardInputs, Differentiable, without_autocast
 from ..call.block_sparse import Table
-from ..call.checks import check_blocks, check_contents
 from ..call.inputs import LENGTHS, Inputs
 from ..call.problem import softmax_scale
 from ..errors import GradientUnsupported, UnsupportedTransform
@@ -44,7 +43,7 @@ from ..graph.moved import Unchanged
 from ..graph.ops import apply
 from ..graph.rebuilt import rebuild
 from .captured import check_captures
-from .contents import check_reads
+from .contents import check_blocks, check_contents, check_reads
 from .plans import Plans
 
 _B = index("b")

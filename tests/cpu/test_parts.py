@@ -119,13 +119,15 @@ def test_what_fits_no_page_is_refused(generator: torch.Generator) -> None:
     table = torch.arange(3, dtype=torch.int32)[:, None]
     paged = ca.Paged(table, PAGE, torch.tensor([0, 3, 16], dtype=torch.int32))
     k_cache, new = cache(generator, 8), torch.randn(3, HEADS, 1, 8, generator=generator)
-    with pytest.raises(IndexError):
-        paged.append(k_cache, k_cache.clone(), new, new)  # the last sequence has no page left
+    with pytest.raises(errors.UsedOutOfRange, match="seqused is 17 for sequence 2, which has room for 16"):
+        paged.append(k_cache, k_cache.clone(), new, new)
     for wrong in (new[:2], new[:, :1], new[..., :4], new[0]):
         with pytest.raises(errors.ShapeMismatch):
             paged.append(k_cache, k_cache.clone(), wrong, wrong)
     with pytest.raises(errors.ShapeMismatch, match="each key needs its value"):
         paged.append(k_cache, k_cache.clone(), new, new[:, :, :0])
+    with pytest.raises(errors.DeviceMismatch, match="k is on meta, page_table on cpu"):
+        paged.append(k_cache, k_cache.clone(), new.to("meta"), new)
     with pytest.raises(errors.NotATensor, match="k_cache is a list"):
         paged.append([k_cache], k_cache.clone(), new, new)  # type: ignore[arg-type]
     for other in (torch.arange(4), ca.Varlen(torch.arange(3, dtype=torch.int32))):
@@ -134,3 +136,45 @@ def test_what_fits_no_page_is_refused(generator: torch.Generator) -> None:
     used = ca.Varlen(torch.tensor([0, 1, 2, 3], dtype=torch.int32), seqused_q=torch.ones(3, dtype=torch.int32))
     with pytest.raises(errors.UnsupportedOption, match="seqused_q"):
         paged.append(k_cache, k_cache.clone(), new[:, :, 0], new[:, :, 0], varlen=used)
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+NO_ROOM = {
+    # behind 3 and 17 rows of two sequences with two pages each: a table, rows in use, first rows of three new ones
+    "a-page-below-0": (errors.PageOutOfRange, [[0, 1], [2, -1]], (3, 17), (0, 1, 3)),
+    "a-page-beyond-the-cache": (errors.PageOutOfRange, [[0, 1], [2, 9]], (3, 17), (0, 1, 3)),
+    "rows-below-0": (errors.UsedOutOfRange, [[0, 1], [2, 3]], (3, -1), (0, 1, 3)),
+    "no-row-left": (errors.UsedOutOfRange, [[0, 1], [2, 3]], (3, 31), (0, 1, 3)),
+    "fewer-new-rows-than-said": (errors.OffsetsOutOfRange, [[0, 1], [2, 3]], (3, 17), (0, 1, 9)),
+    "more-new-rows-than-said": (errors.OffsetsOutOfRange, [[0, 1], [2, 3]], (3, 17), (0, 1, 2)),
+    "offsets-that-fall": (errors.OffsetsNotMonotone, [[0, 1], [2, 3]], (3, 17), (0, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("why", NO_ROOM)
+def test_rows_that_have_no_page_are_refused_before_any_is_written(why: str) -> None:
+    error, table, used, begins = NO_ROOM[why]
+    paged = ca.Paged(torch.tensor(table, dtype=torch.int32), PAGE, int32(*used))
+    k_cache, new = torch.zeros(5, HEADS, PAGE, 8), torch.ones(3, HEADS, 8)
+    with pytest.raises(error):
+        paged.append(k_cache, k_cache, new, new, varlen=ca.Varlen(int32(*begins)))
+    assert not k_cache.any()
+
+
+@pytest.mark.parametrize("why", ["a-page-below-0", "a-page-beyond-the-cache", "rows-below-0"])
+def test_compiled_code_writes_no_row_into_a_page_that_is_none(why: str) -> None:
+    _, table, used, _ = NO_ROOM[why]
+    k_cache, new = torch.zeros(5, HEADS, PAGE, 8), torch.ones(2, HEADS, 1, 8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def append(table: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+        return ca.Paged(table, PAGE, used).append(k_cache, k_cache, new, new).seqused
+
+    with pytest.raises(IndexError, match="out of bounds"):
+        append(torch.tensor(table, dtype=torch.int32), int32(*used))
+    assert not k_cache[4].any()
+    assert append(torch.tensor([[0, -1], [2, 3]], dtype=torch.int32), int32(3, 17)).tolist() == [4, 18]
+    assert k_cache.any(-1).any(1).nonzero().tolist() == [[0, 3], [3, 1]]
