@@ -115,6 +115,18 @@ def test_a_damaged_entry_is_noticed_and_removed(tmp_path: Path, damage: Any) -> 
     assert not kept.exists()
 
 
+def test_an_entry_that_cannot_be_read_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = disk_cache.put(tmp_path, "key", ".so", b"machine code")
+
+    def gone(path: Path) -> bytes:
+        kept.unlink()  # by another process, between a look at the folder and this one
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    with pytest.warns(UserWarning, match=r"compiling again: .* can't be read"):
+        assert disk_cache.get(tmp_path, "key", ".so") is None
+
+
 def test_what_a_killed_writer_left_goes_and_what_others_write_now_stays(tmp_path: Path) -> None:
     left, now = tmp_path / ".writing" / "left", tmp_path / ".writing" / "now"
     for folder in (left, now):

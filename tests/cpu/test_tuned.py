@@ -75,6 +75,18 @@ def test_a_file_that_others_could_have_written_says_nothing(folder: Path) -> Non
     assert choose_forward(CALL, Program(), HOPPER).tiling.persistent
 
 
+@pytest.mark.parametrize(
+    "damage", ["", '{"a": {"form": "x"', "[]", '{"a": 3}', '{"a": {"form": "x", "speed": 2}}', "\xff"]
+)
+def test_a_file_that_is_cut_off_or_of_another_version_says_nothing(folder: Path, damage: str) -> None:
+    tuned.keep({key(): FASTER}).write_text(damage, encoding="latin1")
+    tuned._read.cache_clear()
+    with pytest.warns(UserWarning, match=r"tuned\.json can't be read"):
+        assert choose_forward(CALL, Program(), HOPPER).tiling.persistent
+    path = tuned.keep({key(): FASTER})
+    assert set(tuned.kept(path)) == {key()}
+
+
 def test_what_is_kept_is_added_to_what_was() -> None:
     tuned.keep({"one": FASTER})
     path = tuned.keep({"two": FASTER})

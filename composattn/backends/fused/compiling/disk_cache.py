@@ -134,20 +134,22 @@ def of_process() -> Path:
 def get(folder: Path, key: str, suffix: str) -> Path | None:
     """The file kept under `key`, or None. One that is not what was written is removed, with a warning.
 
-    One that others could have written stays where it is, unused, with a warning.
+    One that others could have written, or that can't be read, stays where it is, unused, with a warning.
     """
     place = folder / key
     for path in sorted(place.glob(f"kernel-*{suffix}")):
-        why = _written_by_others(place) or _written_by_others(path)
-        if why is not None:
-            warnings.warn(f"compiling again: {why}", stacklevel=3)
-            continue
-        if path.name == _name(path.read_bytes(), suffix):
+        try:
+            why = _written_by_others(place) or _written_by_others(path)
+            damaged = why is None and path.name != _name(path.read_bytes(), suffix)
+        except OSError as error:  # of another's, or gone: another process removes what is unused
+            why, damaged = f"{path} can't be read ({error})", False
+        if why is None and not damaged:
             with contextlib.suppress(OSError):  # another's file that may only be read
                 os.utime(path)
             return path
-        warnings.warn(f"compiling again: {path} is damaged (its checksum differs)", stacklevel=3)
-        drop(path)
+        warnings.warn(f"compiling again: {why or f'{path} is damaged (its checksum differs)'}", stacklevel=3)
+        if damaged:
+            drop(path)
     return None
 
 

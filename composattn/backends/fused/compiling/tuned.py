@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,7 @@ def key_of(call: CallClass, problem: Problem, target: Target) -> str:
 
 
 def kept(path: Path) -> dict[str, Tuned]:
-    """What the file says; nothing where there is none, or others than this user can write it."""
+    """What the file says; nothing where there is none, or others than this user can write it, or it is damaged."""
     try:
         written = os.stat(path).st_mtime_ns
     except OSError:
@@ -100,8 +101,13 @@ def kept(path: Path) -> dict[str, Tuned]:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, written: int) -> dict[str, Tuned]:
-    found = {} if disk_cache.unusable(path.parent) else json.loads(path.read_text())
-    return {key: Tuned(**said) for key, said in found.items()}
+    if disk_cache.unusable(path.parent):
+        return {}
+    try:
+        return {key: Tuned(**said) for key, said in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # cut off, or of another version
+        warnings.warn(f"calls are planned as nobody tuned them: {path} can't be read ({error})", stacklevel=2)
+        return {}
 
 
 def keep(found: Mapping[str, Tuned]) -> Path:
