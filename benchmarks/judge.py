@@ -61,9 +61,11 @@ def form_of(direction: Direction, tables: dict[str, Table[Any]], call: CallClass
 def timed(direction: Direction, part: Part) -> list[Shape]:
     """The shapes of a part of which what the tables give was timed; none where there is no such sweep.
 
-    Forms that are gone are left out. A shape timed again since its kernels changed (`AGAIN`) has the later times.
+    Forms that are gone are left out. Of some unseen shapes all candidates were timed, in a run of their own. A shape
+    timed again since its kernels changed (`AGAIN`) has the later times.
     """
     took = _times(direction, f"h200-{direction}-{part}.json")
+    took |= _times(direction, f"h200-regret-{direction}.json") if part == "unseen" else {}
     took |= {name: times for name, times in _times(direction, AGAIN).items() if name in took}
     known = {str(form) for form in (forward_choice.FORMS if direction == "forward" else backward_choice.FORMS)}
     took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
