@@ -35,6 +35,7 @@ if not TYPE_CHECKING:  # to a type checker each name would be there
     def __getattr__(name: str) -> NoReturn:
         """Says where a name is that is sought here: a ready mod, or a module that is not imported with the package."""
         found = {"testing": "import composattn.testing", "integrations": "import composattn.integrations.NAME"}
+        found |= {f"{kind}_mod": f"a function becomes one by composattn.{kind}(fn)" for kind in ("mask", "score")}
         found |= {mod: f"it is composattn.mods.{mod}" for mod in mods.__all__}
         where = f"; {found[name]}" if name in found else ""
         raise AttributeError(f"module 'composattn' has no attribute {name!r}{where}")

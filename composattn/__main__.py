@@ -61,9 +61,12 @@ def mod_from(option: str, text: str | None) -> Any:
 
 def shape_from(text: str) -> Shape:
     """`B,Hq,Hkv,Sq,Skv,D[,Dv]`."""
-    numbers = tuple(int(part) for part in text.split(","))
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
     if len(numbers) not in (6, 7):
-        raise argparse.ArgumentTypeError(f"wanted B,Hq,Hkv,Sq,Skv,D or B,Hq,Hkv,Sq,Skv,D,Dv, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted the numbers B,Hq,Hkv,Sq,Skv,D or B,Hq,Hkv,Sq,Skv,D,Dv, got {text!r}")
     b, hq, hkv, sq, skv, d, *dv = numbers
     return b, hq, hkv, sq, skv, d, dv[0] if dv else d
 

@@ -302,6 +302,7 @@ def _install_operators() -> None:
         kind.__hash__ = object.__hash__  # == compares values, not objects
     for python in ("floor", "ceil", "trunc"):
         setattr(Symbolic, f"__{python}__", lambda self, _name=python: apply_to(_name, self))
+    Symbolic.__divmod__ = lambda self, other: (self // other, self % other)  # type: ignore[attr-defined, operator]
     Symbolic.__round__ = lambda self, n=None: self.round(decimals=n or 0)  # type: ignore[attr-defined]
 
 

@@ -289,10 +289,13 @@ def refuse_function(name: str) -> Any:
     if name in _REDUCTIONS:
         return refuse(
             errors.ReductionInMod,
-            f"{name} is not pointwise; a mod sees one score: compute it outside and capture the result",
+            f"{name} is not pointwise; a mod sees one score: compute it outside and capture the result, or write "
+            "products of two short rows as (a[q_idx] * b[kv_idx]).sum(-1)",
         )
     return refuse(
-        errors.UnsupportedOperation, f"{name} is not available in mods; available are: {', '.join(sorted(_HANDLERS))}"
+        errors.UnsupportedOperation,
+        f"{name} is not available in mods; compute it outside, as a table of positions or of distances, and read that "
+        f"by index; available are: {', '.join(sorted(_HANDLERS.keys() - {'among', 'kept'}))}",
     )
 
 

@@ -198,6 +198,7 @@ def _window(sides: Any) -> tuple[int | None, int | None]:
 _ELSEWHERE = {
     "seqused_q": "ca.attention(..., varlen=ca.Varlen(..., seqused_q=...))",
     "seqused_k": "ca.attention(..., varlen=ca.Varlen(..., seqused_k=...))",
+    "block_table": "ca.attention(..., paged=ca.Paged(block_table, page_size, seqused))",
     "page_table": "ca.attention(..., paged=ca.Paged(page_table, page_size, seqused))",
     "attention_chunk": "ca.attention(..., mask_mod=ca.mods.chunked(...))",
     "score_mod": "ca.attention(..., score_mod=...)",

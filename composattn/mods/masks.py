@@ -80,8 +80,8 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
     left, right = window if isinstance(window, tuple) and len(window) == 2 else (window, None)
     if left is None and right is None:
         raise InvalidModArgument("a window needs at least one end; give left, or (left, right)")
-    before = None if left is None else count_at(left, "left", "H")
-    after = None if right is None else count_at(right, "right", "H")
+    before = None if left is None else count_at(left, "window (its left)", "H")
+    after = None if right is None else count_at(right, "window (its right)", "H")
     at = aligned(align)
 
     def sliding_window(b: Any, h: Any, q: Any, kv: Any) -> Any:

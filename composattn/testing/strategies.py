@@ -19,13 +19,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hypothesis import strategies as st
-
+from ..errors import MissingDependency
 from ..mods.mask import Mask
 from ..mods.score import Score
 from .cases import draw_case, draw_mask, draw_score
 from .site import SMALL, Site, Space, draw_site
 from .tolerance import Case
+
+try:
+    from hypothesis import strategies as st
+except ImportError as missing:
+    raise MissingDependency("composattn.testing.strategies needs hypothesis: pip install hypothesis") from missing
 
 T = TypeVar("T")
 

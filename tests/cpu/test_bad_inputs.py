@@ -219,6 +219,8 @@ def test_tensors_of_several_processes_are_refused_by_name() -> None:
 def test_keywords_of_other_attention_functions_are_refused_with_what_to_write() -> None:
     instead = {"is_causal": "causal()", "block_mask": "flex_attention", "dropout_p": "dropout"}
     instead |= {"need_weights": "attention_weights", "key_padding_mask": "padding(real)"}
+    instead |= {"block_table": "composattn.Paged(", "max_seqlen_q": "composattn.Varlen(", "learnable_sink": "sinks"}
+    instead |= {"return_attn_probs": "return_lse=True"}
     for name, words in instead.items():
         with pytest.raises(TypeError, match=re.escape(words)):
             refuse_arguments((), [name])
@@ -258,7 +260,8 @@ def test_an_argument_at_the_wrong_place_or_nearly_named_is_told_where_it_belongs
 
 
 def test_a_name_that_is_elsewhere_is_said_to_be_there() -> None:
-    sought = {"causal": "it is composattn.mods.causal", "testing": "import composattn.testing", "nowhere": "nowhere'$"}
+    sought = {"score_mod": r"by composattn\.score\(fn\)", "mask_mod": r"by composattn\.mask\(fn\)"}
+    sought |= {"causal": "it is composattn.mods.causal", "testing": "import composattn.testing", "nowhere": "nowhere'$"}
     for name, words in sought.items():
         with pytest.raises(AttributeError, match=words):
             ca.__getattr__(name)
@@ -273,6 +276,10 @@ def test_functions_of_numbers_and_lists_of_masks_are_told_what_to_write() -> Non
         ca.mask(lambda b, h, q, kv: kv in [1, 2])
     with pytest.raises(errors.WrongSignature, match="got list; join masks with & "):
         ca.mask([masks.causal(), masks.sliding_window(4)])  # type: ignore[arg-type]
+    with pytest.raises(errors.UnsupportedOperation, match=r"bucketize is not .* read that by index; available .* add"):
+        ca.score(lambda s, b, h, q, kv: s + TABLE[h, torch.bucketize(q - kv, TABLE[0])])
+    with pytest.raises(errors.ReductionInMod, match=r"\(a\[q_idx\] \* b\[kv_idx\]\)\.sum\(-1\)"):
+        ca.score(lambda s, b, h, q, kv: s + torch.einsum("d,d->", TABLE[h, q], TABLE[h, kv]))
 
 
 def test_what_else_would_be_taken_is_said() -> None:
@@ -283,6 +290,8 @@ def test_what_else_would_be_taken_is_said() -> None:
         errors.InvalidModArgument, match=r"ca\.scalar, or a tensor of integers, \(\) or \(H,\), got 2\.5"
     ):
         masks.sliding_window(2.5)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidModArgument, match=r"window \(its left\) must be at least 0, got -3"):
+        masks.sliding_window(-3)
     with pytest.raises(errors.UnindexedTensor, match=r"an index is missing: tensor\[q_idx, kv_idx\]"):
         ca.score(lambda s, b, h, q, kv: s + table[q])
 

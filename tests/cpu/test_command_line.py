@@ -115,11 +115,11 @@ def test_bad_arguments_are_refused_by_name(capsys: pytest.CaptureFixture[str], a
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", ["a,b", "1,2", "1,4,2,512,512,64,64,64", ""])
+@pytest.mark.parametrize("shape", ["a,b", "1,2", "1,4,2,512,512,64,64,64", "1,8,8,a,512,64", ""])
 def test_a_shape_that_is_none_says_its_form(capsys: pytest.CaptureFixture[str], shape: str) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "--shape", shape])
-    assert "--shape" in capsys.readouterr().err
+    assert "--shape: wanted the numbers B,Hq,Hkv,Sq,Skv,D" in capsys.readouterr().err
 
 
 def test_a_reader_that_stops_reading_is_no_error() -> None:
@@ -131,7 +131,7 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
 def test_a_shape_of_the_wrong_length_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "--shape", "1,4,512,64"])
-    assert "wanted B,Hq,Hkv,Sq,Skv,D" in capsys.readouterr().err
+    assert "wanted the numbers B,Hq,Hkv,Sq,Skv,D" in capsys.readouterr().err
 
 
 def test_bench_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:

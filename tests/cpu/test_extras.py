@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from composattn.errors import MissingDependency
 from composattn.extras import how_to_install
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +40,13 @@ def test_the_extras_that_messages_name_are_there() -> None:
     for extra in named:
         packages = re.search(rf"^{extra} = \[(.*)\]$", extras, re.MULTILINE)
         assert packages is not None and "composattn" not in packages[1], extra
+
+
+def test_strategies_say_that_they_need_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "composattn.testing.strategies", raising=False)
+    with pytest.raises(MissingDependency, match="pip install hypothesis"):
+        importlib.import_module("composattn.testing.strategies")
 
 
 def test_no_message_and_no_page_asks_an_index_for_composattn() -> None:

@@ -132,6 +132,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "numpy scalar on the left": lambda b, h, q, kv: np.float32(0.5) * q >= np.int64(1) + kv,
     "shape of a captured tensor": lambda b, h, q, kv: kv < TABLE.shape[-1] // 2 + len(SLOPES) - TABLE.size(0),
     "finfo": lambda b, h, q, kv: q * 1.0 > torch.finfo(torch.float32).eps,
+    "divmod": lambda b, h, q, kv: (divmod(q, 8)[0] == divmod(kv, 8)[0]) | (divmod(kv, 4)[1] == 0),
     "math": lambda b, h, q, kv: math.floor(q / 4) == math.floor(kv / 4),
     "bit tricks": lambda b, h, q, kv: ((q ^ kv) & ~3) == 0,
     "logical functions": lambda b, h, q, kv: torch.logical_or(torch.logical_not(q < kv), kv.eq(0)),
