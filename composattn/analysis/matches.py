@@ -131,8 +131,8 @@ def _equal_to_itself(c: torch.Tensor) -> torch.Tensor:
 def _runs(c: torch.Tensor) -> torch.Tensor:
     """`_equal_to_itself` of ascending values: with no search, several times as fast on a CPU."""
     n = c.shape[-1]
-    at = torch.arange(n, dtype=torch.int32).expand_as(c)
-    same = torch.zeros((2, *c.shape), dtype=torch.bool)  # as the one before, as the one behind
+    at = torch.arange(n, dtype=torch.int32, device=c.device).expand_as(c)
+    same = c.new_zeros((2, *c.shape), dtype=torch.bool)  # as the one before, as the one behind
     torch.eq(c[..., 1:], c[..., :-1], out=same[0, ..., 1:])
     same[1, ..., :-1] = same[0, ..., 1:]
     first = at.masked_fill(same[0], 0).cummax(-1).values

@@ -110,7 +110,7 @@ def scale_tensor(name: str, scale: Any, device: torch.device) -> torch.Tensor:
         raise errors.InvalidScale(NEGATIVE.format(name, float(scale)))
     if not scale <= torch.finfo(torch.float32).max:
         raise errors.InvalidScale(f"{name}_scale is no number that fp32 holds; pass one from 0 to 3.4e38")
-    return torch.full((), float(scale), device=device)
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
 
 
 NEGATIVE = "{0}_scale has {1:g}; scales are not negative: give {0} the sign, or let a score mod multiply by it"

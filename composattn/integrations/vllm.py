@@ -249,7 +249,7 @@ class Layer(AttentionImpl[StepMetadata]):  # type: ignore[misc]
         if self.window is not None:
             before = self.window - 1
             window = sliding_window(before if is_causal else (before, before), align=end)
-        biased = None if slopes is None else alibi(torch.tensor(slopes, device=device), align=end)
+        biased = None if slopes is None else alibi(torch.tensor(slopes, dtype=torch.float32, device=device), align=end)
         made = Attention(
             mask_mod=joined(operator.and_, (causal(end) if is_causal else None, window)),
             score_mod=joined(operator.rshift, (softcap(self.cap) if self.cap else None, biased)),

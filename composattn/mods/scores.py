@@ -138,7 +138,7 @@ def t5_buckets(buckets: int, max_distance: int, bidirectional: bool) -> torch.Te
         raise InvalidModArgument(f"{buckets} buckets are too few: at least {4 if bidirectional else 2}")
     if max_distance <= exact:
         raise InvalidModArgument(f"max_distance must be above {exact} with {buckets} buckets, got {max_distance}")
-    relative = torch.arange(-max_distance, (max_distance if bidirectional else 0) + 1)
+    relative = torch.arange(-max_distance, (max_distance if bidirectional else 0) + 1, device="cpu")
     distance = relative.abs()
     grown = torch.log(distance.float().clamp(min=1) / exact) / math.log(max_distance / exact) * (one_way - exact)
     large = (exact + grown.to(torch.int64)).clamp(max=one_way - 1)
