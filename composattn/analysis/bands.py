@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..graph.expr import Expr, const, index
-from ..graph.linear import at_most, build, finish, forget, larger, linear, smaller
+from ..graph.linear import at_most, build, forget, interval_end, larger, linear, smaller
 from ..graph.ops import all_of, apply
 from ..graph.rebuilt import substitute
 from .row_limits import ALL_KEYS, RowLimits, most_keys, without_gaps
@@ -200,7 +200,7 @@ def _limits_of(found: Conjunctions) -> RowLimits | None:
         run = run and _joined(run, other)
     if run is None or run.begin is not run.full_begin or run.end is not run.full_end:
         return None
-    begin, end = saturated(finish(run.begin)), saturated(finish(run.end))
+    begin, end = saturated(interval_end(run.begin)), saturated(interval_end(run.end))
     return RowLimits(begin, end, all_of(apply("ne", t, _ZERO) for t in tables), most_keys(run.begin, run.end))
 
 
@@ -265,7 +265,7 @@ def _union(intervals: list[TileInterval]) -> tuple[TileInterval, ...]:
 
 
 def _finished(i: TileInterval) -> TileInterval:
-    ends = [finish(e) for e in i.ends]
+    ends = [interval_end(e) for e in i.ends]
     begin, end, full_begin, full_end = ends
     begin = _ZERO if at_most(begin, _ZERO) else begin
     full_begin = _ZERO if at_most(full_begin, _ZERO) else full_begin

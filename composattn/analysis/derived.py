@@ -226,7 +226,7 @@ class Upkeep:
 
     def __init__(self, captures: Iterable[Capture]) -> None:
         self.derived = [c for c in captures if isinstance(c, Derived)]
-        self.written = list(dict.fromkeys(c for c in behind(self.derived) if not isinstance(c, Derived)))
+        self.written = list(dict.fromkeys(c for c in sources_behind(self.derived) if not isinstance(c, Derived)))
         self._refresh = RefreshedTogether(self.derived)
         on = self.derived[0].kept.device if self.derived else None
         self._streams_on = on if on is not None and has_streams(on) else None
@@ -246,7 +246,7 @@ class RefreshedTogether:
     def __init__(self, derived: Sequence[Derived]) -> None:
         self.derived = derived
         # each after what it comes from
-        found = [*reversed([*behind(derived)]), *derived]
+        found = [*reversed([*sources_behind(derived)]), *derived]
         self._order = list(dict.fromkeys(c for c in found if isinstance(c, Derived)))
         self._replays = bool(derived) and derived[0].kept.device.type in replayed.GRAPHS
         self._runs: dict[tuple[Derived, ...], _Together] = {}
@@ -298,11 +298,11 @@ class _Together:
         return [found[d].copy_(d.recipe(*[found[s] for s in d.sources])) for d in self.parts]
 
 
-def behind(captures: Iterable[Capture]) -> Iterator[Capture]:
+def sources_behind(captures: Iterable[Capture]) -> Iterator[Capture]:
     """What derived tensors come from, and what that comes from."""
     for source in (s for c in captures if isinstance(c, Derived) for s in c.sources):
         yield source
-        yield from behind([source])
+        yield from sources_behind([source])
 
 
 def value_of(capture: Capture, replaced: Mapping[Capture, torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ..graph.expr import DType, Expr
 from ..graph.linear import bounds
 from .derived import countable
-from .interval_values import Bools, Ints, T, Value, anything, widened
+from .interval_values import Bools, Ints, T, Value, unbounded, widened
 from .tile_grid import Grid
 
 
@@ -20,7 +20,7 @@ def read_in_tiles(node: Expr, at: list[Any], tiles: Grid) -> Value:
     held = node.attr.tensor
     x = tiles.tensors.get(id(held), held).detach().to(tiles.device)
     if x.numel() == 0:
-        return anything(node.dtype, tiles.device)
+        return unbounded(node.dtype, tiles.device)
     if node.dtype is not DType.FLOAT:
         x = x if node.dtype is DType.BOOL else countable(x)
         low, high = _extremes([(x, False), (x, True)], node, at, tiles)

@@ -55,7 +55,7 @@ ROUNDING = 2.0**-21  # of one operation in fp32, with room
 _MOST = 3e38  # beyond it fp32 is infinite
 
 
-def anything(dtype: DType, device: torch.device | str) -> Value:
+def unbounded(dtype: DType, device: torch.device | str) -> Value:
     """What is known where nothing is."""
     shape = (1, 1, 1, 1)
     true = torch.ones(shape, dtype=torch.bool, device=device)

@@ -11,9 +11,9 @@ Every node gets bounds (integers and floats) or the two answers it may give (boo
   but `!=`;
 - besides, every integer carries a congruence (value ≡ residue mod step) that holds in all tiles.
 
-Captured tensors are bounded by their minima and maxima over the positions that a tile reads: block reductions where the
-index is q or kv itself, range minima where it changes with the query tile or the kv tile alone and over one more
-dimension, the whole of a dimension otherwise.
+Captured tensors are bounded by their minima and maxima over the positions that a tile reads. Where the index is q or kv
+itself, these are block reductions. Where it changes with the query tile or the kv tile alone and over one more
+dimension, they are range minima; otherwise those of the whole dimension.
 
 Nothing here looks at a value on the host: on a GPU the analysis is a queue of launches, with no synchronisation.
 """
@@ -28,7 +28,7 @@ from ..graph.expr import DType, Expr, walk
 from ..graph.linear import INT64, forget
 from .interval_reads import read_in_tiles
 from .interval_rules import MAY_WRAP, RULES, as_kind, kind_of, unless_wrapped
-from .interval_values import Ints, Value, anything, cast
+from .interval_values import Ints, Value, cast, unbounded
 from .tile_grid import INT32, Grid
 
 
@@ -70,7 +70,7 @@ class Tiles(Grid):
         rule = RULES.get(("square" if is_square else node.op, kind))
         result = None if rule is None else rule(*values)
         if rule is None or result is None:
-            return anything(node.dtype, self.device)
+            return unbounded(node.dtype, self.device)
         if kind is Ints and node.op in MAY_WRAP and self._leaves(node, INT64):
             result = unless_wrapped(rule, values, result)
         return self._fitted(node, result)

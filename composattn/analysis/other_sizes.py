@@ -1,9 +1,10 @@
 """Mods made for another number of heads or sequences than a call has, found from shapes before anything is computed.
 
-A table for 8 heads in a call of 4 would serve the first 4 of them without a word, and a mask made for a batch the first
-rows of it to each microbatch. So a dimension that is read at `h` or `b` itself has as many entries as the call has
-heads or sequences. Whoever means a part says where it begins (`Mod.shifted`), or computes the index: `table[h // 2]`,
-`table[h + first]`. Dimensions that are read at positions may be longer: tables are made for the longest sequence.
+In a call of 4 heads a table for 8 would give the first 4 of its heads without a word. A mask made for a batch would
+give each microbatch its first sequences. So a dimension that is read at `h` or `b` itself has as many entries as the
+call has heads or sequences. Whoever means a part says where it begins (`Mod.shifted`), or computes the index: `table[h
+// 2]`, `table[h + first]`. Dimensions that are read at positions may be longer: tables are made for the longest
+sequence.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from ..graph.among import plain
+from ..graph.among import without_counts
 from ..graph.balanced import balanced
 from ..graph.expr import Capture, Expr, const, inputs, score
 from ..graph.titles import name_of, shortened
@@ -35,8 +35,8 @@ class Program:
         values: Expr | None = None,
     ) -> None:
         self.given = score_mod, mask, sink, keep, values
-        self.score = None if score_mod is None or score_mod is score() else plain(score_mod)
-        self.mask = None if mask is None or mask is const(True) else balanced(plain(mask))
+        self.score = None if score_mod is None or score_mod is score() else without_counts(score_mod)
+        self.mask = None if mask is None or mask is const(True) else balanced(without_counts(mask))
         self.sink, self.keep, self.values = sink, keep, values
         self.forms: Sequence[str | None] = ()
 

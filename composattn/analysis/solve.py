@@ -1,9 +1,9 @@
 """A mask as a union of conjunctions: bounds on kv, conditions on the row, what is left to test.
 
-The mask is brought to negation normal form, every integer comparison is solved for kv (sums, products with constants,
-`//` and `%` by constants, abs, min, max, clamp, where), comparisons of captured ids become runs, and the result is
-multiplied out. Nothing is approximated silently: a conjunction whose bounds say less than the mask is `exact=False`:
-all that it sees lies inside its bounds, and not all inside is seen.
+The mask is brought to negation normal form. Every integer comparison is solved for kv (sums, products with constants,
+`//` and `%` by constants, abs, min, max, clamp, where), and comparisons of captured ids become runs. The result is
+brought to disjunctive normal form. Nothing is approximated silently: a conjunction whose bounds say less than the mask
+is `exact=False`: all that it sees lies inside its bounds, and not all inside is seen.
 """
 
 from __future__ import annotations

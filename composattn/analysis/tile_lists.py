@@ -1,8 +1,9 @@
 """Lists of the tiles that a kernel visits, for masks where bands tell too little; on the device, kept up to date.
 
 A mask that `bands` understands needs no list: the kernel computes its loop bounds. What they leave is settled here
-tile by tile: interval arithmetic at the kernel's own tile size (`intervals`), joined with the bands, in work and memory
-of the tiles and of the captured tensors, by torch operations on the device, with no host synchronisation.
+tile by tile: interval arithmetic at the kernel's own tile size (`intervals`), joined with the bands. Torch operations
+on the device do it, with no host synchronisation. Work and memory grow with the number of tiles and with the captured
+tensors, not with the number of pairs.
 
 `KeyLists` are what a forward visits (the kv tiles of each query tile), `QueryLists` what a backward does (the query
 tiles of each kv tile). Kernels receive them as two or three more captured tensors, `captures`, whose contents
@@ -30,7 +31,7 @@ from ..graph.evaluate import Env, evaluate_all
 from ..graph.expr import Capture, Dep, Expr, captures, inputs, walk
 from . import streams
 from .bands import TileInterval, ends_of, mirrored, residual, tile_intervals
-from .derived import Derived, RefreshedTogether, behind, derives_anew, plain_tensors, value_of
+from .derived import Derived, RefreshedTogether, derives_anew, plain_tensors, sources_behind, value_of
 from .intervals import Tiles
 from .matches import Matches, without_gaps
 from .refreshed import Refreshed, may_cache, version
@@ -98,7 +99,7 @@ def _reason(mask: Expr, size: int, of: str) -> str | None:
         return f"visible {of} lie tiles apart"
     ends = ends_of(tile_intervals(mask))
     read = captures(*ends)
-    if any(map(_has_gaps, dict.fromkeys(c for c in (*read, *behind(read)) if isinstance(c, Matches)))):
+    if any(map(_has_gaps, dict.fromkeys(c for c in (*read, *sources_behind(read)) if isinstance(c, Matches)))):
         return "matching values of a captured tensor lie apart"
     return None
 

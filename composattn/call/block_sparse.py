@@ -1,9 +1,9 @@
 """Masks of blocks: which blocks of queries and keys attend, as tensors say at run time; any lists become one map.
 
-Whatever names the blocks becomes a table on its device, int8 or bool (B|1, H|1, Tq, Tkv), by a few torch operations
-with no host synchronisation, and the mask reads it at (b, h, q // R, kv // C) like any captured tensor. So blocks
-compose with masks and score mods, kernels visit what the table leaves (`analysis.tile_lists`), whatever their own tile
-size is, and the backward's lists are made from the same table.
+Whatever names the blocks becomes a table on its device, int8 or bool (B|1, H|1, Tq, Tkv). That takes a few torch
+operations and no host synchronisation. The mask reads the table at (b, h, q // R, kv // C) like any captured tensor. So
+blocks compose with masks and score mods. Kernels visit what the table leaves (`analysis.tile_lists`), whatever their
+own tile size is, and the backward's lists are made from the same table.
 """
 
 from __future__ import annotations

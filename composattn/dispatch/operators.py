@@ -10,7 +10,7 @@ Outside of them nothing goes through here: an operator costs more host time than
 program that was exported and saved carries its mods, and another mask of the same form runs the code compiled before.
 `captured` are the tensors that the mods read: inputs, so their gradients flow. `plan` is the number of an `Attention`
 of this process, or -1; where one of that number and that form lives, its plan serves and nothing is planned anew.
-`lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.call.sequences.flatten`):
+`lengths` and `hints` are the tensors and numbers of `Varlen` and `Paged` (see `composattn.call.inputs.Inputs`):
 other lengths run the same code. `saved` holds the run-time numbers of the forward for the backward (64 bits each, CPU).
 
 Run-time numbers follow the hints. A `ca.scalar`, named by its number in this process, is read when the operator runs:

@@ -1,7 +1,7 @@
 """Indices that say among how many they count, so that a mod made for another call is found.
 
 `among(h, 8)` is h where a call has 8 heads, as in slopes that are computed for 8; `among(h, None)` is h of a call that
-has some of more, as after `shifted`. Neither computes anything: `plain` takes both out again.
+has some of more, as after `shifted`. Neither computes anything: `without_counts` takes both out again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ def among(index: Expr, count: int | None) -> Expr:
     return apply("among", index, attr=count)
 
 
-def written(name: str, count: int | None) -> str:
+def among_form(name: str, count: int | None) -> str:
     """The form of `among`, which code that Dynamo follows can't make a graph for."""
     return f"('steps', 0, (('op:among', {count!r}, {name!r}),), 'x0')"
 
 
-def plain(root: Expr) -> Expr:
-    """`root` of indices that say nothing."""
+def without_counts(root: Expr) -> Expr:
+    """`root`, whose indices say nothing of how many they are among."""
     if all(node.op != "among" for node in walk(root)):
         return root
-    return transform(root, lambda node: plain(node.args[0]) if node.op == "among" else None)
+    return transform(root, lambda node: without_counts(node.args[0]) if node.op == "among" else None)

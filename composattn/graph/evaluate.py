@@ -24,8 +24,8 @@ class Env:
     """Values for the leaves; any mutually broadcastable shapes, integers as int64.
 
     `float_dtype` is the type that floats have, and are computed in unless a captured tensor has fp64. `tensors` maps
-    a captured tensor object to what is read in its place (a leaf that requires grad, a copy on another device),
-    `scalars` a `ca.scalar` to the value it had when the call began (a backward must not see a later one). `reads`
+    a captured tensor object to what is read in its place (a leaf that requires grad, a copy on another device).
+    `scalars` maps a `ca.scalar` to the value it had when the call began: a backward must not see a later one. `reads`
     receives, for every read, what was asked before clamping, so that a caller can check it where the mask is visible.
     `deciding`: comparisons and positions that no score has a part in are computed in fp32 of these tensors, as torch
     does whatever the score has; None: as all else.

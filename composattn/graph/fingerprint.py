@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .reach import CELL, SELF, Unfit, reached
+from .reach import CELL, SELF, Unfit, reached_by
 from .tensor_forms import of_the_form
 from .torch_functions import POINTWISE
 
@@ -207,7 +207,7 @@ class _Writer:
 
     def _reached(self, at: str, fn: types.FunctionType, owner: tuple[str, Any] | None, depth: int) -> None:
         """What its code reaches, from closure cells, globals and the object it is bound to."""
-        found = reached(fn.__code__, owner is not None)
+        found = reached_by(fn.__code__, owner is not None)
         if found is None:
             raise Unfit
         self.names |= found.names

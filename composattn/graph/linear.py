@@ -2,9 +2,9 @@
 
 A mask's own integer arithmetic is taken not to overflow (kernels compute in int64 what a call's positions take beyond
 int32: `backends.fused.rewrites.widened`). What the analysis derives must not overflow where the mask does not: its
-numbers have no end, sums that could leave 32 bits are built in int64, and `finish` brings the end of an interval back
-to int32 by clamping it to ±2^30, beyond every position. Sums that could leave 64 bits too are made to saturate, once
-all is derived (`saturated`).
+numbers have no end, and sums that could leave 32 bits are built in int64. `interval_end` clamps such a sum to ±2^30,
+beyond every position, and so brings it back to int32. Sums that could leave 64 bits too are made to saturate, once all
+is derived (`saturated`).
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _needs_int64(lin: Linear) -> bool:
     return size > _INT32
 
 
-def finish(expr: Expr) -> Expr:
+def interval_end(expr: Expr) -> Expr:
     """`expr` as the end of an interval: tidied, int32, within ±`FAR`; positions keep their side of it."""
     expr = build(linear(expr))
     if expr.is_const:

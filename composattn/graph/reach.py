@@ -53,7 +53,7 @@ _reached: dict[tuple[int, bool], tuple[types.CodeType, Reached | None]] = {}
 _LIMIT = 4096
 
 
-def reached(code: types.CodeType, bound: bool) -> Reached | None:
+def reached_by(code: types.CodeType, bound: bool) -> Reached | None:
     """All that `code` reaches; `bound`: its first argument is an object.
 
     None where it can do more than read. Known by the identity of the code: Python computes its hash from all of its

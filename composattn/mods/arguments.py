@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidModArgument, UnsupportedTransform
-from ..graph.among import written
+from ..graph.among import among_form
 from ..graph.dynamo import is_traced
 from ..graph.expr import DType, has_no_shape
 from ..graph.proxies import Symbolic
@@ -150,7 +150,7 @@ def aligned(align: str) -> At:
 
 def counted(axis: str, count: int | None) -> At:
     """An index "b" or "h" that counts among so many, see `graph.among`."""
-    said = Mod.formed(written(axis, count), (), "among")
+    said = Mod.formed(among_form(axis, count), (), "among")
     return lambda i: said.at({axis: i}, {})
 
 

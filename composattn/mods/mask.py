@@ -14,12 +14,12 @@ from ..analysis import drawing, pictures
 from ..analysis.dense import check_sizes, dense
 from ..analysis.program import Program
 from ..analysis.short_reads import positions_of, refuse_short_reads
-from ..graph.among import plain
+from ..graph.among import without_counts
 from ..graph.expr import Expr, const
 from ..graph.form import joined
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_mask
-from .mod import Mod, asked_by_dynamo, formed
+from .mod import Mod, asked_by_dynamo, form_of_function
 
 _INDICES = ("b", "h", "q", "kv")
 SHOWN = 64  # positions on a side of a picture in a notebook
@@ -47,7 +47,7 @@ class Mask(Mod):
             return fn
         if not isinstance(fn, (types.FunctionType, types.MethodType)):
             Mask._refuse(fn)
-        return Mask.formed(*formed(fn, name, trace_mask, _INDICES))
+        return Mask.formed(*form_of_function(fn, name, trace_mask, _INDICES))
 
     @staticmethod
     def _refuse(fn: Any) -> None:
@@ -103,7 +103,7 @@ class Mask(Mod):
         Raises: `InvalidArgument` for lengths below 0, a batch or heads below 1; `CapturedIndexOutOfRange` as a call
         does where a captured tensor is too short for these.
         """
-        expr = plain(self.expr)
+        expr = without_counts(self.expr)
         found = dense(expr, q_len, kv_len, batch, heads, device)
         return _within(expr, found, b=batch, h=heads, q=q_len, kv=kv_len)
 
@@ -124,7 +124,7 @@ class Mask(Mod):
         """
         from ..analysis.tiles import tiles
 
-        expr = plain(self.expr)
+        expr = without_counts(self.expr)
         found = tiles(expr, q_len, kv_len, tile, batch, heads, refine=refine, device=device)
         return _within(expr, found, b=batch, h=heads, q=q_len, kv=kv_len)
 
@@ -132,7 +132,7 @@ class Mask(Mod):
         """Which kv a query tile visits, derived from the mask, in words: one interval per line, and what is tested."""
         from ..analysis.wording import describe
 
-        return describe(plain(self.expr))
+        return describe(without_counts(self.expr))
 
     def svg(self, q_len: int | None = None, kv_len: int | None = None, tile: tuple[int, int] = (8, 8)) -> str:
         """The mask at b 0, h 0 as SVG text: pairs that are seen, in tiles that are skipped, tested or seen whole.
@@ -198,7 +198,7 @@ class Mask(Mod):
 
 def _sizes(mask: Mask, most: int, q_len: int | None, kv_len: int | None) -> tuple[int, int]:
     """Queries and keys of a picture: those that are asked for, else what can be shown."""
-    queries, keys = positions_of(plain(mask.expr), most)
+    queries, keys = positions_of(without_counts(mask.expr), most)
     if q_len is None:
         return queries, keys if kv_len is None else kv_len
     return q_len, q_len if kv_len is None else kv_len

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import cached
 from .. import errors
 from ..analysis.symbolic import definition
 from ..graph import copies, titles
-from ..graph.among import among, written
+from ..graph.among import among, among_form
 from ..graph.dynamo import HANDED_OVER, is_traced, read, unfollowed
 from ..graph.dynamo_versions import teach_dynamo
 from ..graph.evaluate import Env, evaluate
@@ -190,7 +190,7 @@ def _moved(names: tuple[str, ...], values: tuple[Any, ...], by: dict[str, Any]) 
     for name, number in by.items():
         value = at[name]
         if name in _COUNTED:
-            value = Mod.formed(written(name, None), (), "among").at({name: value}, {})
+            value = Mod.formed(among_form(name, None), (), "among").at({name: value}, {})
         at[name] = value + number
     return at
 
@@ -320,7 +320,7 @@ def _read_in_region(fn: Any, trace: Callable[..., Any]) -> tuple[str, tuple[Any,
         return read(fn, trace)
 
 
-def formed(
+def form_of_function(
     fn: Callable[..., Any],
     name: str | None,
     trace: Callable[[Callable[..., Any]], Expr],

@@ -16,7 +16,7 @@ from ..graph.expr import Dep, score
 from ..graph.refusals import user_line
 from ..graph.trace import arity, trace_score
 from .mask import SHOWN, Mask
-from .mod import Mod, asked_by_dynamo, formed
+from .mod import Mod, asked_by_dynamo, form_of_function
 
 _LEAVES = ("score", "b", "h", "q", "kv")
 
@@ -41,7 +41,7 @@ class Score(Mod):
             return fn
         if not isinstance(fn, (types.FunctionType, types.MethodType)):
             Score._refuse(fn)
-        return Score.formed(*formed(fn, name, trace_score, _LEAVES))
+        return Score.formed(*form_of_function(fn, name, trace_score, _LEAVES))
 
     @staticmethod
     def _refuse(fn: Any) -> None:

@@ -51,7 +51,7 @@ def _mark(found: Any) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little", signed=True)
 
 
-def contents(tensors: Sequence[torch.Tensor]) -> bytes:
+def digest_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """A fingerprint of what tensors hold; waits for their device."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import errors
 from ..call.sequences import Varlen
-from .agreement import Said, agree, contents
+from .agreement import Said, agree, digest_of
 from .division import TOLERANCE, divide
 from .exchange import Ranks
 from .offset_mods import Graphs, Packed
@@ -137,9 +137,11 @@ class ContextParallel(Options):
             Said("whether the sequence can be divided", failed is None),
             Said("the masks", [None if m is None else m.form for m in masks], errors.RanksDisagree),
             Said(
-                "what masks capture", contents([t for m in masks for t in tensors_of(m)]), errors.CapturedTensorsDiffer
+                "what masks capture",
+                digest_of([t for m in masks for t in tensors_of(m)]),
+                errors.CapturedTensorsDiffer,
             ),
-            Said("varlen", None if varlen is None else contents([varlen.cu_seqlens_q]), errors.RanksDisagree),
+            Said("varlen", None if varlen is None else digest_of([varlen.cu_seqlens_q]), errors.RanksDisagree),
         ]
         try:
             agree(self.ranks, said)

@@ -14,7 +14,7 @@ from .exchange import PendingRows, Ranks
 from .offset_mods import OffsetMods
 from .part_call import Offsets
 from .row_moves import by_heads, by_rows
-from .strategy import Given, sunk
+from .strategy import Given, with_sinks
 
 T = torch.Tensor
 
@@ -44,7 +44,7 @@ class ByHeads:
             self.runs, self.options, offsets, moved, asked.tensors, asked.max_scores
         )
         sinks = asked.sinks
-        out, lse = sunk(out, lse, None if sinks is None else sinks[offsets.first_head :][:heads])
+        out, lse = with_sinks(out, lse, None if sinks is None else sinks[offsets.first_head :][:heads])
         mine = [self._own_rows(x) for x in (out, lse.unsqueeze(-1))]
         tops = None if top is None or not asked.max_scores else self._own_rows(top.unsqueeze(-1)).squeeze(-1)
         return mine[0], mine[1].squeeze(-1), tops, call, [*moved, out, lse] if self.keep else []

@@ -20,8 +20,8 @@ from .merged import Merged
 from .movement import Movement, Part, SubCall
 from .offset_mods import OffsetMods
 from .part_call import Begun, Offsets
-from .row_moves import Where, added, by_heads, by_rows, lengths, put, taken, views, where
-from .strategy import Given, sunk
+from .row_moves import Where, added, by_heads, by_rows, located, put, row_counts, taken, views
+from .strategy import Given, with_sinks
 
 T = torch.Tensor
 
@@ -38,9 +38,9 @@ class OnDevice:
         self, part: Part, own: T, seq_len: int, mods: tuple[OffsetMods, OffsetMods], device: torch.device
     ) -> None:
         self.part = part
-        self.own = where(part.own, part.positions, device)
-        self.sends = [where(rows, own, device) for rows in part.sends]
-        self.receives = [where(rows, part.positions, device) for rows in part.receives]
+        self.own = located(part.own, part.positions, device)
+        self.sends = [located(rows, own, device) for rows in part.sends]
+        self.receives = [located(rows, part.positions, device) for rows in part.receives]
         self.sub_calls: list[tuple[SubCall, OffsetMods, Offsets]] = []
         for sub in part.sub_calls:
             q, kv = own[sub.rows].to(device), part.positions[sub.keys].to(device)
@@ -88,7 +88,7 @@ class ByKeys:
                 del out, lse, top  # or the next call's would lie beside them
             saved += [k_part, v_part] if self.keep and part.part.fetches else []
         out, lse, top = merged.result()
-        return *sunk(out, lse, asked.sinks), top, begun, saved
+        return *with_sinks(out, lse, asked.sinks), top, begun, saved
 
     def _arriving(self, k: T, v: T) -> Iterator[tuple[OnDevice, T, T]]:
         """(part, k, v) as the keys of each part are there; all of them are on their way from the start."""
@@ -197,7 +197,7 @@ class ByKeys:
         came, pending = [], []
         for rows in map(by_rows, grads):
             if part.part.moves:
-                returned = [[rows.new_empty((n, *rows.shape[1:])) for n in lengths(at)] for at in part.sends]
+                returned = [[rows.new_empty((n, *rows.shape[1:])) for n in row_counts(at)] for at in part.sends]
                 pending.append(self.ranks.exchange([views(rows, at) for at in part.receives], returned))
                 came.append(returned)
         own = [by_rows(x) for x in grads] if len(part.part.own) else []

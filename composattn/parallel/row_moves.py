@@ -14,7 +14,7 @@ Where = tuple[slice, ...] | T
 MOST_RUNS = 16  # that move one by one, from where they lie to where they belong; of more a copy moves
 
 
-def where(positions: T, among: T, device: torch.device) -> Where:
+def located(positions: T, among: T, device: torch.device) -> Where:
     """Where `positions` lie in `among`, both ascending; a run is one of positions, which both sides of a move know."""
     places = torch.searchsorted(among, positions)
     if len(places) == 0:
@@ -26,7 +26,7 @@ def where(positions: T, among: T, device: torch.device) -> Where:
     return tuple(slice(a, a + m - n) for a, n, m in zip(firsts, cuts[:-1], cuts[1:], strict=True))
 
 
-def lengths(at: Where) -> list[int]:
+def row_counts(at: Where) -> list[int]:
     """Rows of each tensor that moves for `at`."""
     return [run.stop - run.start for run in at] if isinstance(at, tuple) else [len(at)]
 
@@ -45,7 +45,7 @@ def taken(rows: T, at: Where) -> T:
 def put(into: T, at: Where, rows: T) -> None:
     """into[at] = rows."""
     if isinstance(at, tuple):
-        for run, part in zip(at, rows.split(lengths(at)), strict=True):
+        for run, part in zip(at, rows.split(row_counts(at)), strict=True):
             into[run].copy_(part)
     else:
         into.index_copy_(0, at, rows)

@@ -24,7 +24,7 @@ from ..graph.dynamo import left_alone
 from ..graph.scalar import Scalar
 from ..mods.mask import Mask
 from ..mods.mod import Mod
-from .agreement import Said, agree, contents
+from .agreement import Said, agree, digest_of
 from .attend import attend
 from .describe import Described, describe
 from .division import Division
@@ -34,7 +34,7 @@ from .movement import Movement
 from .offset_mods import Graphs, OffsetMods, Packed
 from .options import Options
 from .strategy import Given, Strategy
-from .traffic import TensorSizes, Traffic, chosen
+from .traffic import TensorSizes, Traffic, choose_traffic
 from .visits import visits_of
 
 _KEPT = 2  # contents of one mask that a shard remembers how to move for
@@ -111,7 +111,7 @@ class Shard:
         if attn is not None:
             v = self.division.visits
             seen = visits_of(Graphs.of(None, mask_of(attn), self.packed).mask, self.seq_len, v.tile, v.grain).seen
-        traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
+        traffic = choose_traffic(self.cp.method, self.cp.parts, self.division, seen, shape)
         return describe(self.division, seen, traffic)
 
     # --- calls ------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Shard:
         )  # fmt: skip
         numbers = [leaf.value for leaf in (() if mask is None else mask.leaves) if isinstance(leaf, Scalar)]
         of_mask = tensors_of(mask)
-        contents_now = (*numbers, *(map(_state, of_mask) if counted else [contents(of_mask)]))
+        contents_now = (*numbers, *(map(_state, of_mask) if counted else [digest_of(of_mask)]))
         known = self._plans.setdefault(form, OrderedDict())
         found = known.get(contents_now)
         if found is None:
@@ -206,7 +206,7 @@ class Shard:
         constant = [t for t in tensors_of(mask) if id(t) not in read_by_score]
         seen = visits_of(graphs.mask, self.seq_len, visits.tile, visits.grain, q.shape[0], q.shape[1]).seen
         shape = TensorSizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
-        traffic = chosen(self.cp.method, self.cp.parts, self.division, seen, shape)
+        traffic = choose_traffic(self.cp.method, self.cp.parts, self.division, seen, shape)
         strategy: Strategy
         if traffic.method == "heads":
             runs = OffsetMods.of(graphs, given, constant, self.seq_len, runs=True, heads=True)
@@ -314,7 +314,7 @@ def _call_said(
         Said("mask", None if mask is None else mask.form),
         Said("score mod", None if score is None else score.form),
         Said("whether there are sinks", sink is not None),
-        Said("what the mask captures", contents(tensors_of(mask)), errors.CapturedTensorsDiffer),
+        Said("what the mask captures", digest_of(tensors_of(mask)), errors.CapturedTensorsDiffer),
         Said("options (scale, backend, deterministic, schedule)", options),
         Said("which of q, k and v want gradients", [t.requires_grad for t in (q, k, v)]),
     ]

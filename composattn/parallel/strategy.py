@@ -40,7 +40,7 @@ class Strategy(Protocol):
         """Gradients of q, k, v and of each given tensor, `known.captured`, those of this rank's rows."""
 
 
-def sunk(out: T, lse: T, sinks: T | None) -> tuple[T, T]:
+def with_sinks(out: T, lse: T, sinks: T | None) -> tuple[T, T]:
     """out and lse with one more exponential in the sum of each row, that of its head's sink."""
     if sinks is None:
         return out, lse

@@ -60,7 +60,9 @@ def received_by_heads(division: Division, shape: TensorSizes) -> int:
     return share * (shape.q_row + shape.kv_row)
 
 
-def chosen(method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: TensorSizes) -> Traffic:
+def choose_traffic(
+    method: str, parts: int | None, division: Division, seen: torch.Tensor, shape: TensorSizes
+) -> Traffic:
     """How the ranks share an attention of this shape. Raises: `HeadsIndivisible` where heads were asked for."""
     by_keys = division.fetched_of(seen)
     rows = division.visits.tiles * division.visits.tile * (1 - 1 / division.ranks)

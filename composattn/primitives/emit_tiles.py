@@ -15,7 +15,7 @@ from ..graph.expr import walk
 from .emit import Leaves, Mods
 from .emit_backward import BackwardMods
 from .interval_shape import IntervalShape
-from .kv_tiles import WHOLE, KvPart, TileSequence, around, counted_from, listed, visit
+from .kv_tiles import WHOLE, KvPart, TileSequence, counted_from, intervals_around, listed_tiles, visit
 from .q_tiles import ListedQueryRun, QueryRun, query_runs
 from .stream_k import Portion
 from .values import Fixed, choose, larger, smaller
@@ -41,7 +41,7 @@ class BandTiles(Fixed):
 
     def of_all(self, leaves: list[Leaves], some: KvPart | Portion = WHOLE) -> TileSequence:
         """The kv tiles of several neighbouring query tiles; what it says of tests means nothing."""
-        intervals = around([self.mods.intervals(each) for each in leaves])
+        intervals = intervals_around([self.mods.intervals(each) for each in leaves])
         shapes = tuple(dataclasses.replace(shape, full=False) for shape in self.shapes)
         return visit(intervals, shapes, leaves[0].kv_len, self.tile_n, some)
 
@@ -61,7 +61,7 @@ class ListedTiles(Fixed):
         counts, tiles = leaves.captured[self.slot], leaves.captured[self.slot + 1]
         b, h = _entry(tiles, leaves)
         m = smaller(m, tiles.shape[2] - 1)  # inside the list, whatever the lengths are
-        return listed(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], some)
+        return listed_tiles(tiles[b, h, m, None], counts[0, b, h, m], counts[1, b, h, m], some)
 
 
 @dataclasses.dataclass

@@ -1,8 +1,8 @@
 """Which kv tiles a q tile visits, in which order, and which of them need a test.
 
 Comes in as runs of kv positions (`visit`: `TileInterval` of the graph, evaluated for the q tile at hand) or as a list
-of tiles (`listed`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines start
-with it; what follows are loops whose tiles are all tested or all free of tests, one for each `TileRange` or, in
+of tiles (`listed_tiles`), and goes out as tiles. The first tile of all is always tested and stands apart, as pipelines
+start with it; what follows are loops whose tiles are all tested or all free of tests, one for each `TileRange` or, in
 `rounds`, one for all of a kind. Runs go from the highest tile to the lowest, so that the one tile that may reach beyond
 the sequence comes first; in a list it stands among the tested ones. Takes Python ints as well as kernel values, so the
 rule is checked with no GPU.
@@ -244,7 +244,7 @@ def counted_from(origin: Any, intervals: list[tuple[Any, Any, Any, Any]]) -> lis
     ]
 
 
-def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, Any, Any, Any]]:
+def intervals_around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, Any, Any, Any]]:
     """What `visit` takes to visit all tiles of several query tiles, whose intervals these are: all in one order.
 
     A query tile's intervals are as many as another's; of each the smallest one is made that has those of all. Tiles
@@ -268,7 +268,7 @@ def around(intervals: list[list[tuple[Any, Any, Any, Any]]]) -> list[tuple[Any, 
     return found
 
 
-def listed(row: Any, partial: Any, full: Any, some: KvPart | Portion = WHOLE) -> TileSequence:
+def listed_tiles(row: Any, partial: Any, full: Any, some: KvPart | Portion = WHOLE) -> TileSequence:
     """Tiles of a list: `partial` ones that need a test, then `full` ones that don't. `row` has at least one entry."""
     tested, tests = some.of(0, partial)
     free, frees = some.of(partial, full)

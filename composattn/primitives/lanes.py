@@ -43,7 +43,7 @@ def a_lane_each(values: list[Any]) -> Any:
     return values[0]
 
 
-def turned(words: list[Any], lane: Any) -> list[Any]:
+def transposed_words(words: list[Any], lane: Any) -> list[Any]:
     """Transposes 4 x 4 words of four neighbouring lanes: lane i gets the i-th word of each, in the lanes' order."""
     for distance in neighbours(len(words)):
         upper, found = lane & distance != 0, list(words)

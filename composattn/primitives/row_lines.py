@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .branches import when
-from .lanes import turned
+from .lanes import transposed_words
 from .values import narrowed
 
 LINES = 4  # lanes that have a row
@@ -30,7 +30,7 @@ def store_lines(
     for i in cutlass.range_constexpr(-(-count // LINES)):
         four = [words[n] if n < count else Int32(0) for n in range(LINES * i, LINES * (i + 1))]
         line = cute.make_rmem_tensor(LINES, Int32)
-        for j, word in enumerate(turned(four, lane)):
+        for j, word in enumerate(transposed_words(four, lane)):
             line[j] = word
         number = _line(i, lane, first, apart)
         there = inside & (number < lines)

@@ -1,8 +1,8 @@
 """Strips of an image's columns as sequences: their rows lie in memory in two steps, along a row of the image and below.
 
-Bulk copies see the rows of a tensor as (columns, image rows), and bring boxes of some columns of some image rows, which
-come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the last
-one reach beyond the image, where copies find zeros. Their gradients are sums of two (`strip_sums`).
+Bulk copies see the rows of a tensor as (columns, image rows). They bring boxes, some columns of some image rows each,
+which come to lie in shared memory as rows of a tile do. Keys of neighbouring strips overlap; those of the first and the
+last one reach beyond the image, where copies find zeros. Their gradients are sums of two (`strip_sums`).
 
 A last row that is cut has a descriptor of its own, which ends where the row does; a tile begins with it.
 """

@@ -99,7 +99,7 @@ def bits_before(count: Any) -> Any:
     return ~rest
 
 
-def unknown(word: cutlass.Int32) -> Any:
+def opaque(word: cutlass.Int32) -> Any:
     """`word`, of which the compiler knows no bit, nor that it is what it was before."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[word])
 

@@ -11,7 +11,15 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 
 from composattn.primitives.emit_tiles import Shared
 from composattn.primitives.interval_shape import IntervalShape
-from composattn.primitives.kv_tiles import WHOLE, KvPart, TileSequence, around, counted_from, listed, visit
+from composattn.primitives.kv_tiles import (
+    WHOLE,
+    KvPart,
+    TileSequence,
+    counted_from,
+    intervals_around,
+    listed_tiles,
+    visit,
+)
 from composattn.primitives.q_tiles import ListedQueryRun, QueryRun
 
 
@@ -116,7 +124,7 @@ def test_query_tiles_that_go_over_tiles_together_find_their_own_in_their_order()
         alike = [intervals for intervals in drawn if len(intervals) == count][:3] or drawn[:1]
         shapes = tuple(IntervalShape() for _ in alike[0])
         own = [visit(intervals, shapes, kv_len, tile_n) for intervals in alike]
-        all_tiles = visit(around(alike), shapes, kv_len, tile_n)
+        all_tiles = visit(intervals_around(alike), shapes, kv_len, tile_n)
         order = [all_tiles.tile(i) for i in range(all_tiles.count)]
         for sequence in own:
             assert [tile for tile in order if sequence.has(tile)] == [tile for tile, _ in visited(sequence)]
@@ -131,7 +139,7 @@ def test_query_tiles_go_together_where_each_needs_every_tile_and_has_begun() -> 
         tile_n, kv_len = rng.choice((4, 8)), rng.randint(0, 60)
         drawn = [draw(rng, kv_len)[0][:1] or [(0, 0, 0, 0)] for _ in range(2)]
         own = [visit(intervals, (IntervalShape(),), kv_len, tile_n) for intervals in drawn]
-        shared = Shared(visit(around(drawn), (IntervalShape(),), kv_len, tile_n), own)
+        shared = Shared(visit(intervals_around(drawn), (IntervalShape(),), kv_len, tile_n), own)
         start, stop = shared.together()
         order = [shared.all.tile(i) for i in range(shared.all.count)]
         needed = [all(sequence.has(tile) and tile != sequence.first for sequence in own) for tile in order]
@@ -169,7 +177,7 @@ def test_a_list_visits_its_tested_tiles_first(n: int) -> None:
         partial, full = rng.randint(0, 5), rng.randint(0, 5)
         row = rng.sample(range(50), partial + full + rng.randint(0, 3)) or [0]
         splits = [WHOLE] if n == 1 else [KvPart(s, n) for s in range(n)]
-        tiles = [visited(listed(row, partial, full, s)) for s in splits]
+        tiles = [visited(listed_tiles(row, partial, full, s)) for s in splits]
         together = [tile for part in tiles for tile, _ in part]
         assert sorted(together) == sorted(row[: partial + full])
         for part in tiles:

@@ -21,7 +21,7 @@ from composattn.parallel.division import divide
 from composattn.parallel.exchange import Ranks
 from composattn.parallel.merged import Merged
 from composattn.parallel.movement import Movement
-from composattn.parallel.traffic import TensorSizes, chosen
+from composattn.parallel.traffic import TensorSizes, choose_traffic
 from composattn.parallel.visits import grain_for, tile_for, visits_of
 from tests import parallel_cases, parallel_memory, parallel_models, parallel_plans
 from tests.ranks import on_ranks
@@ -172,7 +172,7 @@ def test_sixty_four_tiles_a_rank_are_balanced_and_windows_move_halos_only(mask: 
 def test_who_computes_what_is_drawn(tmp_path: Path) -> None:
     visits = visits_of(causal().expr, 1024, 64, 16)
     division = divide(visits, 4)
-    found = describe(division, visits.seen, chosen("auto", None, division, visits.seen, TensorSizes(heads=4)))
+    found = describe(division, visits.seen, choose_traffic("auto", None, division, visits.seen, TensorSizes(heads=4)))
     found.picture(tmp_path / "who.svg")
     drawn = (tmp_path / "who.svg").read_text()
     assert len(set(re.findall('<path d="M[^"]*" fill="(#[0-9a-f]*)"/>', drawn)) - {PALE}) == 4  # and heads of arrows
@@ -184,9 +184,9 @@ def test_heads_are_shared_where_that_moves_less() -> None:
     visits = visits_of(causal().expr, 8192, 128, 64)
     division = divide(visits, 8)
     few, many = TensorSizes(heads=32, kv_heads=8), TensorSizes(heads=32, kv_heads=2)
-    assert chosen("auto", None, division, visits.seen, few).method == "heads"
-    assert chosen("auto", None, division, visits.seen, many).method != "heads"  # two heads are not eight ranks'
-    assert chosen("exchange", 2, division, visits.seen, few).received[0] == division.fetched[0] * few.kv_row
+    assert choose_traffic("auto", None, division, visits.seen, few).method == "heads"
+    assert choose_traffic("auto", None, division, visits.seen, many).method != "heads"  # two heads are not eight ranks'
+    assert choose_traffic("exchange", 2, division, visits.seen, few).received[0] == division.fetched[0] * few.kv_row
 
 
 def test_each_row_that_a_mask_needs_is_fetched_and_hardly_any_other() -> None:

@@ -10,7 +10,7 @@ from ...primitives.diagonals import Diagonals
 from ...primitives.register_numbers import add_numbers, store_numbers
 from ...primitives.row_copies import BYTES, RowCopies, copy_line, key_source
 from ...primitives.turns import say, wait_for
-from ...primitives.values import narrow, permuted, unknown
+from ...primitives.values import narrow, opaque, permuted
 from ..fused.kernels.backward import Backward, BackwardOperands
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyGroup
@@ -132,7 +132,7 @@ class KeyWarp(KeyGroup):
     def start(self, number, stage) -> None:
         """Starts this thread's part of the copies of a run's query tile of this number, with its statistics."""
         work, tiling, tensors, block = self.work, self.tiling, self.call.tensors, self.block
-        m = unknown(self.run.tile(number))
+        m = opaque(self.run.tile(number))
         first = work.queries.from_start(m * tiling.tile_m)
         for name, tensor, columns, there in (
             ("q", tensors.q, tiling.d, self.plan.head_dim), ("do", tensors.dout, tiling.dv, self.plan.head_dim_v),
@@ -140,7 +140,7 @@ class KeyWarp(KeyGroup):
             source = key_source(work.queries, tensor, self.head, first)
             place = block.start + (block.behind[name] + stage * (2 * tiling.tile_m * columns))
             self.copies(tiling.tile_m, columns, there).start(source, place)
-        thread = unknown(self.thread)
+        thread = opaque(self.thread)
         numbers = LINE * (thread % (tiling.tile_m // LINE))
         kind, padded = thread // (tiling.tile_m // LINE), (work.padded.first + m) * tiling.tile_m
         source = tensors.rows[kind, work.padded.b, self.head, None].iterator + (padded + numbers)
@@ -160,7 +160,7 @@ class KeyWarp(KeyGroup):
     def step(self, call, m, tested, step):
         """One query tile: its part of dQ to memory, its parts of dK and dV to registers."""
         tiling, products, mods, block, stage = self.tiling, self.products, self.mods, self.block, step.stage
-        m = unknown(m)
+        m = opaque(m)
         self.meet()
         if tiling.stages > 1:
             self.start_next(step)
@@ -235,7 +235,7 @@ class KeyWarp(KeyGroup):
 
     def write_keys(self, call) -> None:
         tensors, plan = call.tensors, self.plan
-        rows, work = PartRows(self.tiling.sums, self.block.dtype, unknown(self.warp)), self.work
+        rows, work = PartRows(self.tiling.sums, self.block.dtype, opaque(self.warp)), self.work
         for sums, tensor, there in ((self.tKrdK, tensors.dk, plan.head_dim), (self.tVrdV, tensors.dv, plan.head_dim_v)):
             rows.store(sums, work.keys.head(tensor, work.kv_head), work.keys, work.n * self.tiling.tile_n, there)
 

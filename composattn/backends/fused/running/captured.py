@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....analysis.derived import Derived, Upkeep, behind, derived_anew, derives_anew, plain_tensors, value_of
+from ....analysis.derived import Derived, Upkeep, derived_anew, derives_anew, plain_tensors, sources_behind, value_of
 from ....analysis.program import Program
 from ....analysis.refreshed import Moment, distrusted, may_cache
 from ....analysis.rerun import Rerun
@@ -140,7 +140,7 @@ class OneRun:
         self._derived = [c for c in reads.captured if c in reads.upkeep.derived]
         listed, of_lists = ((), ()) if reads.lists is None else (reads.lists.captures, reads.lists.sources)
         given = [*reads.program.captures, *self._derived, *of_lists, *(c for table in made for c in table.captures)]
-        self._sources = [c for c in dict.fromkeys([*given, *behind(given)]) if not isinstance(c, Derived)]
+        self._sources = [c for c in dict.fromkeys([*given, *sources_behind(given)]) if not isinstance(c, Derived)]
         found: dict[object, int] = {c: n for n, c in enumerate([*self._derived, *listed, *made])}
         self._places = [(c, found.get(c)) for c in reads.captured]
         self._tables = [(t, None if t is None else found.get(t)) for t in tables]

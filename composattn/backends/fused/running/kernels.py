@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....analysis.derived import Derived, behind
+from ....analysis.derived import Derived, sources_behind
 from ....analysis.program import Program
 from ....call.autograd import BackwardInputs, Gradients, Grads, Results
 from ....call.problem import Problem
@@ -49,7 +49,7 @@ class FusedKernels:
         self._forward = forward_of(self.forward.posed, positive_scale=scale > 0)
         self._is_dense, self._reads = problem.layout.is_dense, (program.captures, program.scalars)
         self.captured = TensorsOf(program.captures)  # as the mods hold them now
-        self._sources = [c for c in behind(program.captures) if not isinstance(c, Derived)]
+        self._sources = [c for c in sources_behind(program.captures) if not isinstance(c, Derived)]
         self.launchers: dict[tuple[bool, bool], ForwardLauncher] = {}
         self.known_gradient: FusedGradient | None = None
 
