@@ -10,6 +10,7 @@ import torch
 from . import errors
 from .analysis.derived import refresh
 from .analysis.program import Program
+from .call.autograd import without_autocast
 from .call.problem import Problem, softmax_scale
 from .dispatch.captured import check_captures
 from .graph.evaluate import Env, evaluate
@@ -52,7 +53,7 @@ def attention_weights(
     program = Program(*(None if mod is None else kind.of(mod).expr for kind, mod in given))
     check_captures(program, problem)
     with torch.no_grad():
-        return _weights(program, q, k, at.long(), softmax_scale(scale, problem.head_dim))
+        return without_autocast(q, _weights, program, q, k, at.long(), softmax_scale(scale, problem.head_dim))
 
 
 def _weights(program: Program, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:

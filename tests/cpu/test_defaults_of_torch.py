@@ -63,3 +63,9 @@ WANTED = {name: call() for name, call in CALLS.items()}
 @pytest.mark.parametrize("name", CALLS)
 def test_defaults_of_torch_change_no_result(name: str, defaults: None) -> None:
     torch.testing.assert_close(CALLS[name](), WANTED[name], rtol=0, atol=0)
+
+
+def test_weights_are_of_fp32_products_below_autocast_too() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ca.attention_weights(Q, K, rows=[3, 50], mask_mod=causal())
+    torch.testing.assert_close(found, WANTED["weights"], rtol=0, atol=0)
