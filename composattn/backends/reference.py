@@ -19,11 +19,12 @@ from ..analysis.program import Program
 from ..analysis.symbolic import read_in_words
 from ..call.autograd import BackwardInputs, Grads
 from ..call.inputs import Asked, Inputs
+from ..call.prepared import PreparedCall
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
 from ..errors import CapturedIndexOutOfRange, GradientUnsupported
-from ..graph.borrowed import Borrowed, BorrowedCapture, borrowed_again, current
+from ..graph.borrowed import Borrowed, borrowed_again, current
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Capture, Expr
 from ..graph.least_score import LEAST_SCORE
@@ -95,10 +96,8 @@ def prepare(problem: Problem, program: Program, scale: float) -> ReferenceCall:
     return ReferenceCall(program, scale)
 
 
-class ReferenceCall:
+class ReferenceCall(PreparedCall):
     """One form of inputs. torch differentiates it, any number of times."""
-
-    plan = rewrites = captured_sums = ""
 
     def __init__(self, program: Program, scale: float) -> None:
         self.program, self.scale = program, scale
@@ -110,12 +109,6 @@ class ReferenceCall:
     @in_range("forward")
     def __call__(self, inputs: Inputs, asked: Asked) -> Three:
         return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
-
-    def fast_path(self, inputs: Inputs) -> None:
-        return None
-
-    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
-        return None
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

@@ -30,10 +30,11 @@ from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
 from ..call.eight_bits import EIGHT_BITS
 from ..call.inputs import Asked, Inputs
+from ..call.prepared import PreparedCall
 from ..call.problem import Problem
 from ..call.sequences import NO_SEQUENCES, Sequences
 from ..call.strides import in_order_of
-from ..graph.borrowed import Borrowed, BorrowedCapture, borrowed_again
+from ..graph.borrowed import Borrowed, borrowed_again
 from ..graph.evaluate import evaluate
 from ..graph.expr import Capture, Expr, const
 from ..graph.gradient import derivative, partials
@@ -85,22 +86,14 @@ class DerivedMods:
         return [(leaf, d) for leaf, d in found.items() if leaf.op == "read"]
 
 
-class StreamingCall:
+class StreamingCall(PreparedCall):
     """One form of inputs."""
-
-    plan = rewrites = captured_sums = ""
 
     def __init__(self, mods: DerivedMods) -> None:
         self.mods = mods
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Results:
         return _attention(self.mods, *inputs[:3], inputs.sequences)
-
-    def fast_path(self, inputs: Inputs) -> None:
-        return None
-
-    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
-        return None
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

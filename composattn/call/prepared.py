@@ -46,23 +46,28 @@ class PreparedCall(Protocol):
     @property
     def plan(self) -> str:
         """The plans of its kernels, for people to read; empty where there are none."""
+        return ""
 
     @property
     def rewrites(self) -> str:
         """What each rewrite made of the call, or why it left it as it is, for people to read; empty where none did."""
+        return ""
 
     @property
     def captured_sums(self) -> str:
         """Who sums the gradients of captured tensors, for people to read; empty where torch does."""
+        return ""
 
     def __call__(self, inputs: Inputs, asked: Asked) -> Outputs:
         """(out, lse, max_scores) of inputs of the problem's layout; the latter two may be None where not asked for."""
 
     def fast_path(self, inputs: Inputs) -> FastPath | None:
         """A fast path for inputs of the form of these, which gives the output alone; None where there is none."""
+        return None
 
     def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> OperatorPath | None:
         """A path for operators that are given inputs of the form of these, and captured tensors for these captures."""
+        return None
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False

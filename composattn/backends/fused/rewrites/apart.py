@@ -17,7 +17,7 @@ from ....call.prepared import PreparedCall
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
 from ....call.strides import ordered
-from ....graph.borrowed import Borrowed, BorrowedCapture
+from ....graph.borrowed import Borrowed
 from ....graph.expr import Capture
 from ..tiles.target import Target
 from .posed import Apart, Part
@@ -42,8 +42,8 @@ Make = Callable[[Problem, Program, float, Target], GeneratedCall]
 MakePart = Callable[[Problem, Program, float], GeneratedCall]
 
 
-class CallApart:
-    """A prepared call; its parts are calls of `make`. Raises as these."""
+class CallApart(PreparedCall):
+    """A prepared call of several launches, which no fast path has; its parts are calls of `make`. Raises as these."""
 
     def __init__(self, make: MakePart, problem: Problem, apart: Apart, name: str, scale: float) -> None:
         self.problem, self.apart, self.name = problem, apart, name
@@ -66,12 +66,6 @@ class CallApart:
     @property
     def checks_gradient(self) -> None:
         return self.calls[0].checks_gradient
-
-    def fast_path(self, inputs: Inputs) -> None:
-        """None: what a fast path knows is of one launch."""
-
-    def operator_path(self, inputs: Inputs, captures: tuple[BorrowedCapture, ...]) -> None:
-        """None: what such a path knows is of one launch, too."""
 
     def kernels(self, asked: Asked, gradient: bool) -> list[Any]:
         return [kernel for call in self.calls for kernel in call.kernels(asked, gradient)]
