@@ -104,7 +104,7 @@ class BoundOperator:
                 found = launcher.one_run.of(dict(zip(self._captures, captured, strict=True)), moment)
         else:
             given = [c.kept if n is None else captured[n] for c, n in self._at]
-            found = launcher.reads.given(given), [t and t(NO_SEQUENCES) for t in tables]
+            found = launcher.reads.given(given), [t and t() for t in tables]
         if place is not None:
             self._lasting[place] = found
         return found

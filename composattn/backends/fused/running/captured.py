@@ -174,7 +174,7 @@ class OneRun:
             found[n] if n is not None else given[c] if c in given else c.kept  # noqa: SIM401  as below
             for c, n in self._places
         ]
-        tables = [found[n] if n is not None else None if t is None else t(NO_SEQUENCES) for t, n in self._tables]
+        tables = [found[n] if n is not None else None if t is None else t() for t, n in self._tables]
         return self._reads.given(reads), tuple(tables)
 
     def _found(self, given: Mapping[Capture, torch.Tensor], moment: Moment) -> Sequence[torch.Tensor]:
@@ -212,7 +212,7 @@ class OneRun:
         found = [c.tensor for c in self._derived]
         listed = [] if lists is None else lists.of_call(at_call)
         counts = listed[0] if listed else None
-        made = [t.of_call(at_call, NO_SEQUENCES, counts if t is self._counted else None) for t in self._made]
+        made = [t(counts=counts if t is self._counted else None, given=at_call) for t in self._made]
         return [*found, *listed, *made]
 
 

@@ -222,7 +222,7 @@ class ForwardLauncher:
         assert plan.work is not None
         counts = None if self.reads.lists is None else self.reads.counts(reads)
         rows = q.shape[0] if plan.layout.q == "packed" else None
-        return plan.work.of_call(self.reads.at_call(captured), sequences, counts, rows)
+        return plan.work(sequences, counts, rows, self.reads.at_call(captured))
 
 
 def tidied(*given: Any) -> ForwardArguments:

@@ -257,8 +257,8 @@ class BackwardLauncher:
         mirrored = sequences if self.is_dense else sequences.mirrored
         counts = None if self.reads.lists is None else self.reads.counts(reads)
         return (
-            None if rows is None else rows.of_call(at_call, sequences, None, q.shape[0]),
-            None if main.work is None else main.work.of_call(at_call, mirrored, counts, total),
+            None if rows is None else rows(sequences, None, q.shape[0], at_call),
+            None if main.work is None else main.work(mirrored, counts, total, at_call),
         )
 
     def pieces(self, dk: torch.Tensor, table: torch.Tensor | None) -> PiecesArguments:

@@ -203,9 +203,16 @@ class WorkTables:
         return self._own.made
 
     def __call__(
-        self, sequences: Sequences, counts: torch.Tensor | None = None, rows: int | None = None
+        self,
+        sequences: Sequences = NO_SEQUENCES,
+        counts: torch.Tensor | None = None,
+        rows: int | None = None,
+        given: Mapping[Capture, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`."""
+        """The table for `sequences`: int32 (entries, 2), see `table_of`; of packed queries there are `rows`.
+
+        `given`: for captured tensors, by the call.
+        """
         if derives_anew():
             return self._make(sequences, counts, rows)
         if self.order == "in_order" and sequences.cu_q is None and not self.captures:
@@ -237,16 +244,6 @@ class WorkTables:
     def hangs_on_tensors(self, counted: bool) -> bool:
         """Whether tables of dense calls are others where captured tensors hold others, `counted`: or lists do."""
         return self.by_work and (counted or bool(self.captures))
-
-    def of_call(
-        self,
-        given: Mapping[Capture, torch.Tensor],
-        sequences: Sequences = NO_SEQUENCES,
-        counts: torch.Tensor | None = None,
-        rows: int | None = None,
-    ) -> torch.Tensor:
-        """The table of a call that is given these for captured tensors."""
-        return self(sequences, counts, rows)
 
     def _stream(self) -> int | None:
         return None if self._streams_on is None else stream_handle(self._streams_on)
@@ -301,20 +298,17 @@ class SegmentTables(WorkTables):
     def hangs_on_tensors(self, counted: bool) -> bool:
         return True
 
-    def of_call(
+    def __call__(
         self,
-        given: Mapping[Capture, torch.Tensor],
         sequences: Sequences = NO_SEQUENCES,
         counts: torch.Tensor | None = None,
         rows: int | None = None,
+        given: Mapping[Capture, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The table of a call that is given these for captured tensors.
-
-        Of copies that hold what captured tensors held before, as a backward may be given, there is one for each call.
-        """
-        layout = value_of(self.segments.layout, given)
-        if layout is self.segments.layout.kept:
-            return self(NO_SEQUENCES)
+        """Of copies that hold what captured tensors held before, as a backward may be given, one for each call."""
+        layout = None if given is None else value_of(self.segments.layout, given)
+        if layout is None or layout is self.segments.layout.kept:
+            return super().__call__()
         with torch.no_grad():
             return self._sorted(self.tiles.recipe(layout), layout)
 
