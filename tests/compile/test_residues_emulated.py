@@ -12,7 +12,8 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.rewrites import CallApart, prepared, residues
+from composattn.backends.fused.rewrites import prepared, residues
+from composattn.backends.fused.rewrites.apart import CallApart
 from composattn.backends.fused.rewrites.residues import ResidueGroup, groups
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER

@@ -16,7 +16,8 @@ import composattn as ca
 from composattn.analysis import strips as of_images
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.rewrites import Posed, image_costs, rewritten
+from composattn.backends.fused.rewrites import image_costs, rewritten
+from composattn.backends.fused.rewrites.posed import Posed
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,8 +21,9 @@ from ....graph.content import content
 from ....graph.expr import Capture, DType, Expr, index
 from ....graph.expr import captures as captures_of
 from ....primitives.interval_shape import IntervalShape
-from ..rewrites import Posed, rewritten
+from ..rewrites import rewritten
 from ..rewrites.invariant import refuse_order
+from ..rewrites.posed import Posed
 from ..rewrites.strips import chosen_forward
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
@@ -131,6 +132,11 @@ class TiledPlan(Plan, Generic[AnyTiling]):
     tiling: AnyTiling
     why: str = dataclasses.field(default="", compare=False, repr=False, metadata=FOR_PEOPLE)
     has_segments: bool = False
+
+    @property
+    def of_tiles(self) -> dict[str, Any]:
+        """What each kernel over these tiles is compiled for."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(TiledPlan)}
 
     @property
     def metadata_numbers(self) -> int:
@@ -285,44 +291,16 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
         return f"by lists made on the device, as {self.lists.reason}; those to test first"
 
 
-class CompiledIn(TypedDict):
-    """What of a problem each of its kernels is compiled for."""
-
-    target: Target
-    dtype: torch.dtype
-    head_dim_v: int
-    head_dim: int
-    layout: Layout
-
-
-def compiled_in(problem: Problem, target: Target) -> CompiledIn:
-    return CompiledIn(
-        target=target,
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        layout=problem.layout,
-    )
-
-
 def plan_forward(
-    problem: Problem,
-    program: Program,
-    target: Target,
-    *,
-    return_lse: bool = True,
-    return_max_scores: bool = False,
-    positive_scale: bool = True,
-    tiling: ForwardTiling | None = None,
+    problem: Problem, program: Program, target: Target, *, tiling: ForwardTiling | None = None, **asked: bool
 ) -> ForwardPlan:
-    """The forward kernel for `problem` on `target`; `tiling` overrides the architecture's choice.
+    """The forward kernel for `problem` on `target`; `tiling` and what is `asked`: see `forward_of`.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `InvalidSchedule`, `UnknownLength` where
     lists of tiles would be too large for want of an upper bound of the sequences' lengths.
     """
     posed = rewritten(Posed(problem, program, target, tiling_is_given=tiling is not None)).posed
-    returned = {"return_lse": return_lse, "return_max_scores": return_max_scores}
-    return forward_of(posed, **returned, positive_scale=positive_scale, tiling=tiling)
+    return forward_of(posed, tiling=tiling, **asked)
 
 
 def forward_of(
@@ -333,7 +311,10 @@ def forward_of(
     positive_scale: bool = True,
     tiling: ForwardTiling | None = None,
 ) -> ForwardPlan:
-    """The forward kernel of a call that is rewritten, see `plan_forward`."""
+    """The forward kernel of a call that is rewritten; `tiling` overrides the architecture's choice.
+
+    Raises: as `plan_forward`.
+    """
     problem, program, target = posed.problem, posed.program, posed.target
     architecture_of(target).check(problem, program)
     tiling, why = chosen_forward(posed) if tiling is None else Chosen(tiling, "")
@@ -352,7 +333,11 @@ def forward_of(
     parts = splits(problem, tiling, target)
     check_blocks(problem, entries(problem, tiling.queries) * heads * parts)
     return ForwardPlan(
-        **compiled_in(problem, target),
+        target=target,
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        layout=problem.layout,
         types=problem.types,
         has_order_table=work is not None,
         has_segments=in_segments,

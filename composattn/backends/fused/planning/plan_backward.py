@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,8 @@ from ....call.problem import Problem
 from ....graph.expr import Capture, DType, Expr
 from ....graph.expr import captures as captures_of
 from ....primitives.segment_entry import metadata_numbers
-from ..rewrites import Posed, rewritten
+from ..rewrites import rewritten
+from ..rewrites.posed import Posed
 from ..tiles.architecture import architecture_of
 from ..tiles.coverage import exchanged, mirror
 from ..tiles.segments import Segments, segments_of
@@ -27,7 +28,7 @@ from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries, fixed_visits, segment_tables, work_tables
 from .cut import MANY, Cut, best_cut, cut_in_order
 from .order import Tiles
-from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, compiled_in, derived_among
+from .plan import FOR_PEOPLE, MOST_ACROSS, TABLES, TiledPlan, check_blocks, derived_among
 
 COUNTER = 32  # fp32 numbers before the statistics of rows: 128 bytes, of which the first four are a counter of tiles
 AnyTiling = TypeVar("AnyTiling", bound=BackwardTiling)
@@ -137,22 +138,14 @@ class BackwardPlans:
 
 
 def plan_backward(
-    problem: Problem,
-    program: Program,
-    target: Target,
-    *,
-    has_dlse: bool = False,
-    deterministic: bool = False,
-    sinks: SinkForm | None = None,
-    tiling: BackwardTiling | None = None,
-    cut: Cut | Literal["auto"] | None = "auto",
+    problem: Problem, program: Program, target: Target, *, tiling: BackwardTiling | None = None, **asked: Any
 ) -> BackwardPlans:
-    """The backward kernels for `problem` on `target`, see `backward_of`.
+    """The backward kernels for `problem` on `target`; `tiling` and what is `asked`: see `backward_of`.
 
     Raises: `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedCapture`, `GradientUnsupported`.
     """
     posed = rewritten(Posed(problem, program, target, "backward", tiling_is_given=tiling is not None)).posed
-    return backward_of(posed, has_dlse=has_dlse, deterministic=deterministic, sinks=sinks, tiling=tiling, cut=cut)
+    return backward_of(posed, tiling=tiling, **asked)
 
 
 def backward_of(
@@ -195,20 +188,17 @@ def backward_of(
     rows, metadata = _order_of_rows(problem, chosen, segments), None
     if segments is not None:
         metadata, intervals, ends = segments.reads, (), ends_of((), limits)
-    known = compiled_in(problem, target)
-    of_rows: OfRows = {
-        "has_order_table": rows is not None,
-        "has_segments": segments is not None,
-        "sinks": sinks,
-        "in_one_row": max(problem.q_heads, problem.batch) > MOST_ACROSS,
-    }
     check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
     pieces = 1 if cut is None else cut.pieces
     check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
-    by_table: OfKeys = {"has_order_table": keys is not None, "has_segments": segments is not None}
     main = BackwardPlan(
-        **known,
-        **by_table,
+        target=target,
+        dtype=problem.dtype,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        layout=problem.layout,
+        has_order_table=keys is not None,
+        has_segments=segments is not None,
         tiling=chosen,
         why=why,
         deterministic=deterministic,
@@ -224,11 +214,13 @@ def backward_of(
         cut=cut,
         in_pieces=cut is not None,
     )
+    in_one_row = max(problem.q_heads, problem.batch) > MOST_ACROSS
+    of_rows = {**main.of_tiles, "has_order_table": rows is not None, "sinks": sinks, "in_one_row": in_one_row}
     return BackwardPlans(
-        PreprocessPlan(**known, **of_rows, tiling=chosen, has_dlse=has_dlse, work=rows),
+        PreprocessPlan(**of_rows, has_dlse=has_dlse, work=rows),
         main,
-        PostprocessPlan(**known, **of_rows, tiling=chosen),
-        None if cut is None else GatherPlan(**known, **by_table, tiling=chosen),
+        PostprocessPlan(**of_rows),
+        None if cut is None else GatherPlan(**main.of_tiles),
     )
 
 
@@ -238,22 +230,6 @@ def _order_of_rows(problem: Problem, tiling: BackwardTiling, segments: Segments 
         return segment_tables(problem, tiling.tile_m, "in_order", segments, of_keys=False)
     packed = problem.layout.q == "packed"
     return work_tables(problem, EVERYTHING, tiling.tile_m, tiling.tile_n, "in_order") if packed else None
-
-
-class OfKeys(TypedDict):
-    """What kernels over tiles of keys have alike."""
-
-    has_order_table: bool
-    has_segments: bool
-
-
-class OfRows(TypedDict):
-    """What the kernels around the main one have alike."""
-
-    has_order_table: bool
-    has_segments: bool
-    sinks: SinkForm | None
-    in_one_row: bool
 
 
 def _segments(posed: Posed, tiling: BackwardTiling, sinks: SinkForm | None) -> Segments | None:

@@ -17,7 +17,7 @@ from ..tiles.target import Target
 from .apart import CallApart, GeneratedCall, Make
 from .dequantised import dequantised
 from .invariant import invariant
-from .posed import Apart, Direction, Found, Nothing, Posed, Rewritten
+from .posed import Apart, Found, Nothing, Posed, Rewritten
 from .residues import by_residues
 from .segments import in_segments
 from .strips import by_strips
@@ -84,17 +84,3 @@ def prepared(make: Make, problem: Problem, program: Program, scale: float, targe
 
 def _part(make: Make, target: Target, problem: Problem, program: Program, scale: float) -> GeneratedCall:
     return prepared(make, problem, program, scale, target)
-
-
-__all__ = [
-    "Apart",
-    "CallApart",
-    "Direction",
-    "Found",
-    "Nothing",
-    "Posed",
-    "Rewriting",
-    "Rewritten",
-    "prepared",
-    "rewritten",
-]

@@ -35,7 +35,8 @@ from ...sinks import add_gradients, by_head
 from ...streaming import DerivedMods, Streaming
 from ..compiling.compile import compile_plan
 from ..planning.plan_backward import SinkForm, backward_of
-from ..rewrites import Posed, rewritten
+from ..rewrites import rewritten
+from ..rewrites.posed import Posed
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient, Tables
 from .bulk import copyable

@@ -18,7 +18,8 @@ from ....graph.borrowed import Borrowed, TensorsOf, borrowed_again
 from ....graph.expr import Capture
 from ..compiling.compile import compile_plan
 from ..planning.plan import forward_of
-from ..rewrites import Posed, rewritten
+from ..rewrites import rewritten
+from ..rewrites.posed import Posed
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient

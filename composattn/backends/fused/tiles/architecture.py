@@ -39,14 +39,6 @@ class Kernel(abc.ABC):
         return str(self.plan.step)  # becomes part of the compiled kernel's name
 
 
-def _never(problem: Problem) -> bool:
-    return False
-
-
-def _no_eight_bits(problem: Problem, program: Program) -> str:
-    return "FP8 keys and values have no kernel"
-
-
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """What one family of GPUs brings, numbers and kernels; planning, compiling and launching are shared.
@@ -75,9 +67,9 @@ class Architecture:
     forward: Callable[[Problem, Program, Target], Chosen]
     backward: Callable[[Problem, Program, Target, bool], Chosen]
     kernels: Callable[[], Mapping[str, type[Kernel]]]
-    refuses_eight_bits: Callable[[Problem, Program], str] = _no_eight_bits
+    refuses_eight_bits: Callable[[Problem, Program], str] = lambda *_: "FP8 keys and values have no kernel"
     reads_eight_bits: bool = True
-    multiplies_eight_bits: Callable[[Problem], bool] = _never
+    multiplies_eight_bits: Callable[[Problem], bool] = lambda _: False
     copies_boxes: bool = True
     overlaps_kernels: bool = True
     elsewhere: Target | None = None
