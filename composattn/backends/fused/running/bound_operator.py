@@ -78,7 +78,7 @@ class BoundOperator:
     def learn_backward(self, q: T, k: T, v: T, out: T, dout: T, captured: Sequence[T]) -> None:
         """From now on backwards of these forms, whose kernels sum nothing, go this way if they can."""
         gradient = self._call.known_gradient
-        launcher = None if gradient is None else gradient.launcher_before(False, (False,) * len(self._at))
+        launcher = None if gradient is None else gradient.launcher_before((False,) * len(self._at))
         if launcher is None or dout.dtype is not out.dtype or not _is_known_by_forms(launcher):
             return
         are_of_forms = of_the_form(q, k, v, out, dout, *captured)

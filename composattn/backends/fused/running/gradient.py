@@ -25,7 +25,6 @@ from ....call.autograd import BackwardInputs, Gradients, Grads
 from ....call.problem import Problem
 from ....call.sequences import Sequences
 from ....errors import GradientUnsupported
-from ....graph.borrowed import Borrowed
 from ....graph.evaluate import Env, evaluate_all
 from ....graph.expr import Capture, Dep
 from ....graph.expr import captures as captures_of
@@ -38,7 +37,7 @@ from ..planning.plan_backward import SinkForm, backward_of
 from ..rewrites import rewritten
 from ..rewrites.posed import Posed
 from ..tiles.target import Target
-from .backward_kernels import SinkGradient, Tables
+from .backward_kernels import SinkGradient
 from .bulk import copyable
 from .factor_gradients import gradients_of_factor
 from .launch_backward import BackwardLauncher
@@ -148,29 +147,15 @@ class FusedGradient:
         asked = self.problem.deterministic
         return torch._C._get_deterministic_algorithms() if asked is None else asked
 
-    def ready(
-        self, has_dlse: bool, of_captured: Sequence[bool], borrowed: Borrowed | None
-    ) -> tuple[BackwardLauncher, Tables | None] | None:
-        """The kernels of such a backward and the tables of what was borrowed, if nothing has to be made or borrowed
-        again.
-
-        Kernels that sum nothing; sinks may want a gradient. `borrowed`: if it stands.
-        """
-        launcher = self.launcher_before(has_dlse, of_captured)
-        if launcher is None:
-            return None
-        tables = None if launcher.standing is None else launcher.standing.find(borrowed)
-        return None if tables is None and not launcher.reads_what_is_given else (launcher, tables)
-
-    def launcher_before(self, has_dlse: bool, of_captured: Sequence[bool]) -> BackwardLauncher | None:
-        """The kernels of such a backward that sum nothing, if there was one."""
+    def launcher_before(self, of_captured: Sequence[bool]) -> BackwardLauncher | None:
+        """The kernels of such a backward of out alone that sum nothing, if there was one."""
         if True in of_captured and of_captured != self._sinks_alone:
             return None
-        return self._launchers.get((has_dlse, self.deterministic(), NOTHING, True in of_captured))
+        return self._launchers.get((False, self.deterministic(), NOTHING, True in of_captured))
 
     def before(self, of_captured: Sequence[bool]) -> tuple[BackwardLauncher | None, FixedPointSums | None]:
         """The kernels of such a backward of out alone, and what they sum, if there was one that serves it all."""
-        launcher = self.launcher_before(False, of_captured)
+        launcher = self.launcher_before(of_captured)
         wanted = frozenset(compress(self.program.captures, of_captured))
         if launcher is not None or not wanted.isdisjoint((*self.of_sink, *self.of_factor)):
             return launcher, None

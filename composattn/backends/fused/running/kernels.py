@@ -22,7 +22,6 @@ from ..rewrites import rewritten
 from ..rewrites.posed import Posed
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
-from .backward_kernels import SinkGradient
 from .gradient import FusedGradient
 from .launch import ForwardLauncher
 
@@ -142,21 +141,5 @@ class FusedAttend:
 
     def backward(self, known: BackwardInputs, into: Gradients | None = None) -> Grads:
         """`into`: memory for dq, dk and dv."""
-        q, k, v, out, lse, dout, dlse, captured, wanted, _ = known
-        call, gradient = self.call, self.call.known_gradient
-        plain = gradient is not None and dout.dtype is out.dtype and q.numel() and k.numel()
-        borrowed = self.borrowed
-        standing = borrowed if borrowed is not None and borrowed.is_valid() else None
-        if borrowed is not None and standing is None:
-            borrowed.refuse_written_apart()
-        ready = gradient.ready(dlse is not None, wanted[3:], standing) if gradient and plain else None
-        if gradient is None or ready is None:
-            with borrowed_again(borrowed):
-                return call.gradient(known, self.scalars, self.sequences, into)
-        launcher, tables = ready
-        of_sinks: SinkGradient | None = None
-        of_captured: Grads = (None,) * len(captured) if captured else ()
-        if captured and True in wanted[3:]:
-            of_sinks, of_captured = gradient.memory_of_sinks(captured)
-        given = (captured, self.scalars, self.sequences, None, of_sinks, tables, into)
-        return *launcher(q, k, v, out, lse, dout, dlse, call.scale, *given), *of_captured
+        with borrowed_again(self.borrowed):
+            return self.call.gradient(known, self.scalars, self.sequences, into)

@@ -72,10 +72,9 @@ class BackwardLauncher:
         self.has_tables = bool(tables)
         self.program = plans.main.program if program is None else program
         self.reads = Reads(plans.main, self.program)
-        self.reads_what_is_given = self.reads.are_given and not any(table.captures for table in tables)
-        as_given = self.reads.are_as_given and not self.reads.has_numbers
+        as_given = self.reads.are_given and self.reads.are_as_given and not self.reads.has_numbers
         self.reads_nothing = not (self.reads.captured or tables)
-        self.reads_captured_alone = self.reads_what_is_given and as_given and not tables
+        self.reads_captured_alone = as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
         # by stream, what calls read that give nothing: it holds for ever
         self.lasting: dict[int | None, tuple[Sequence[torch.Tensor], Tables]] | None = (
