@@ -267,9 +267,12 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """softmax(mask(score_mod(scale * q·kᵀ)))·v, exact, fused, differentiable.
 
-    Arguments and errors are those of `Attention`. The mods are looked at in every call, so what a plain function closes
-    over may change between calls. If nothing changed, nothing is traced or planned again. Plans are kept as long as the
-    captured tensors live.
+        out = ca.attention(q, k, v, mask_mod=causal() & sliding_window(1024), score_mod=softcap(30.0))
+
+    score_mod: `(score, b, h, q_idx, kv_idx) -> score`. mask_mod: `(b, h, q_idx, kv_idx) -> bool`, True where q may
+    attend to kv. `Attention` says more of them, of all other options, and of errors. The mods are looked at in every
+    call, so what a plain function closes over may change between calls. If nothing changed, nothing is traced or
+    planned again. Plans are kept as long as the captured tensors live.
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) → out (B, Hq, Sq, Dv), lse (B, Hq, Sq) fp32.
     `return_lse` and `return_max_scores` ask for more than out, see `Attention.__call__`.
@@ -283,6 +286,8 @@ def attention(
     (num_pages, H, page_size), or for each block of rows, (B, H, S / block), block a power of two, of v (B, H,
     S / block, 1); v's also for each channel, (B, Hkv, Dv). See `ca.Quantized`, which is a tensor with its scale, and
     `ca.quantize`.
+
+    Source: Dao et al. 2022, FlashAttention, section 3.1; of the mods' signatures, Dong et al. 2024, Flex Attention.
     """
     if len(surplus) + len(unknown):
         refuse_arguments(surplus, unknown)

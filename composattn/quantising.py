@@ -67,6 +67,8 @@ def quantize(
 
     Gradients of a call go straight through the rounding to q, k and v.
 
+    Source: Shah et al. 2024, FlashAttention-3, "Low-precision with FP8": scales of blocks, and the rotation.
+
     Raises: `NotATensor`, `UnsupportedLayout`, `WrongRank`, `ShapeMismatch`, `EmptyDimension`, `DeviceMismatch`,
     `UnsupportedDType`, `UnsupportedHeadDim`, `UnsupportedBlockSize`, `UnsupportedOption`.
     """

@@ -18,7 +18,9 @@ MOST_SPLITS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The plan chooses what is left at its default, and `explain` says what it chose.
+    """In which order, and by how many blocks, a call's tiles are computed; no result depends on it beyond rounding.
+
+    The plan chooses what is left at its default, and `explain` says what it chose.
 
     order: of the query tiles (key tiles, in the backward) by the work that their mask leaves them; in a deterministic
         backward the last keys come first, whatever is asked for.
@@ -35,7 +37,7 @@ class Schedule:
         size D and the mods decide (a window's width, if a constant), and never in parts. Of the generated kernels'
         forward, for masks whose rows see one run of keys.
 
-    Results depend on none of this beyond rounding. Raises: `InvalidSchedule`.
+    Raises: `InvalidSchedule`.
     """
 
     order: Order = "auto"
