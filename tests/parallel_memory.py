@@ -63,7 +63,7 @@ def over_rows(mask: str, rank: int, ranks: int, length: int) -> float:
     """
     case = Case(mask, length, heads=8, kv_heads=2)
     with (
-        patch("composattn.parallel.keys.part_call.forward", _forward),
+        patch("composattn.parallel.moving_keys.part_call.forward", _forward),
         patch("benchmarks.context_parallel_cases._drawn", lambda t: t),
     ):
         each = several_gpus(case, apart(rank, ranks, parts=1))

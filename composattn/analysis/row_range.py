@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..graph.expr import Dep, DType, Expr, const, index
 from ..graph.linear import Linear, bounds, build, larger, linear, smaller
 from ..graph.ops import apply
-from .windows import range_extreme
+from .range_extremes import range_extreme
 
 _ZERO, _Q = const(0), index("q")
 

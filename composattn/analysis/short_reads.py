@@ -14,7 +14,7 @@ import torch
 from ..errors import CapturedIndexOutOfRange
 from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
-from .graphs import refuse_in_graph
+from .cuda_graphs import refuse_in_graph
 from .program import Program
 from .symbolic import read_in_words
 from .tiles import FULL, PARTIAL, tiles

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..analysis.cuda_graphs import refuse_in_graph
 from ..analysis.derived import refresh, values
-from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
 from ..analysis.symbolic import read_in_words
 from ..call.autograd import BackwardInputs, Grads

@@ -24,8 +24,8 @@ from functools import cached_property
 
 import torch
 
+from ..analysis.cuda_graphs import refuse_in_graph
 from ..analysis.derived import refresh, values
-from ..analysis.graphs import refuse_in_graph
 from ..analysis.program import Program
 from ..call.autograd import BackwardInputs, Grads, Results, attend
 from ..call.eight_bits import EIGHT_BITS

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import errors, settings
-from ..analysis.graphs import refuse_in_graph
+from ..analysis.cuda_graphs import refuse_in_graph
 
 are_on = settings.DEBUG_CHECKS
 

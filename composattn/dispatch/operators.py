@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..analysis import streams
+from ..analysis.cuda_graphs import numbers_now, refuse_outdated
 from ..analysis.derived import derived_anew, derived_for_graph, same_memory
-from ..analysis.graphs import numbers_now, refuse_outdated
 from ..analysis.refreshed import Moment, distrusting, no_caching
 from ..call.autograd import BackwardInputs, Differentiable, autocast_off
 from ..call.inputs import HINTS, Asked, Inputs, say_dense

@@ -8,7 +8,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import errors
-from ..analysis.graphs import refuse_outdated
+from ..analysis.cuda_graphs import refuse_outdated
 from ..analysis.program import Program
 from ..call.inputs import Asked, Inputs
 from ..graph import copies

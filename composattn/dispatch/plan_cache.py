@@ -14,7 +14,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from ..analysis.graphs import refuse_outdated
+from ..analysis.cuda_graphs import refuse_outdated
 from ..analysis.program import Program
 from ..errors import UnreadableProgram
 from ..graph import copies

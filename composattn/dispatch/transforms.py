@@ -26,8 +26,8 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from .. import backends
+from ..analysis.cuda_graphs import numbers_now
 from ..analysis.derived import refresh
-from ..analysis.graphs import numbers_now
 from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
 from ..backends import formula

@@ -28,9 +28,9 @@ from .agreement import Said, agree, digest_of
 from .attend import attend
 from .describe import Described, describe
 from .division import Division
-from .heads import ByHeads
-from .keys import ByKeys
 from .movement import Movement
+from .moving_heads import ByHeads
+from .moving_keys import ByKeys
 from .offset_mods import Graphs, OffsetMods, Packed
 from .options import Options
 from .strategy import Given, Strategy

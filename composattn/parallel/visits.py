@@ -22,7 +22,7 @@ MOST_TILES = 8192  # of all ranks, while each has eight
 LARGEST_TILE, SMALLEST_TILE = 1024, 128
 MOST_TILES_A_RANK = 1024
 MOST_GRAINS = 8192
-MOST_ROWS = 512  # that extremes of captured tensors are known over, see `analysis.windows`
+MOST_ROWS = 512  # that extremes of captured tensors are known over, see `analysis.range_extremes`
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composattn as ca
 from composattn.analysis.derived import Derived, refresh
+from composattn.analysis.range_extremes import Windows, range_extreme
 from composattn.analysis.refreshed import Refreshed, Rewriting
 from composattn.analysis.streams import DEFAULT_STREAM, Streams, is_capturing
 from composattn.analysis.tile_lists import Extent, KeyLists
-from composattn.analysis.windows import Windows, range_extreme
 from composattn.backends.fused.tiles.work import MOST_TABLES, WorkTables
 from composattn.call.problem import Layout, Problem
 from composattn.call.sequences import Sequences

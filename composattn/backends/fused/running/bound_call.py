@@ -15,7 +15,7 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
-from ....analysis.graphs import numbers_now
+from ....analysis.cuda_graphs import numbers_now
 from ....call.autograd import gradients_of
 from ....call.sequences import NO_SEQUENCES
 from ....call.strides import strides_of_ordered

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....analysis.graphs import numbers_now
+from ....analysis.cuda_graphs import numbers_now
 from ....call.autograd import attend
 from ....call.inputs import Asked, Inputs, Outputs
 from ....call.sequences import NO_SEQUENCES, Sequences
