@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .values import Fixed, choose, larger, smaller
+from .values import Fixed, choose, larger, opaque, smaller
 
 
 @dataclasses.dataclass
@@ -32,6 +32,10 @@ class QueryRun(Fixed):
         """Whether an element of the `i`-th tile may be invisible."""
         tile = self.tile(i)
         return (tile < self.full_start) | (tile >= self.full_stop)
+
+    def tested_where(self, everywhere: Any) -> QueryRun:
+        """This run, of which all tiles need a test where `everywhere`: no number more that a loop over them keeps."""
+        return dataclasses.replace(self, full_stop=opaque(choose(everywhere, 0, self.full_stop)))
 
     def visits(self, tile: Any) -> Any:
         return (tile >= self.first) & (tile < self.first + self.count)
@@ -62,6 +66,10 @@ class ListedQueryRun(Fixed):
     def tested(self, i: Any) -> Any:
         """Whether an element of the `i`-th tile may be invisible."""
         return (self.row[i] % 2 == 1) | (self.tile(i) >= self.whole)
+
+    def tested_where(self, everywhere: Any) -> ListedQueryRun:
+        """As of a `QueryRun`."""
+        return dataclasses.replace(self, whole=opaque(choose(everywhere, 0, self.whole)))
 
     def before(self, i: Any) -> Any:
         """How many tiles of keys beyond this one visit the `i`-th tile too: in a fixed order they come before."""

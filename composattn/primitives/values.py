@@ -99,8 +99,10 @@ def bits_before(count: Any) -> Any:
     return ~rest
 
 
-def opaque(word: cutlass.Int32) -> Any:
+def opaque(word: Any) -> Any:
     """`word`, of which the compiler knows no bit, nor that it is what it was before."""
+    if _known(word):
+        return word
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[word])
 
 

@@ -195,6 +195,13 @@ def test_a_run_of_query_tiles_backwards_is_the_same_from_its_end() -> None:
         assert [(b.tile(i), b.tested(i)) for i in range(b.count)] == tiles[::-1]
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_run_may_test_everywhere(everywhere: bool) -> None:
+    for run in (QueryRun(3, 4, 4, 6), ListedQueryRun([1, 6, 14], [0, 2, 5], 3, whole=7)):
+        tested = [run.tested_where(everywhere).tested(i) for i in range(run.count)]
+        assert tested == [everywhere or run.tested(i) for i in range(run.count)]
+
+
 def test_a_list_of_query_tiles_says_which_to_test() -> None:
     run = ListedQueryRun([2 * 0 + 1, 2 * 3, 2 * 7], [0, 2, 5], 3, whole=7)
     assert [run.tile(i) for i in range(run.count)] == [0, 3, 7]

@@ -87,12 +87,7 @@ class Cell:
 class BackwardCell(Cell):
     """A backward, by the names of its parts; no pages have one, and a split is a forward's."""
 
-    spill_more: ClassVar[dict[str, int]] = {
-        "sm_80 D64 none packed": 14, "sm_80 D64 causal packed": 11, "sm_80 D64 window packed": 11,
-        "sm_80 D64 documents packed": 15, "sm_80 D64 ALiBi packed": 12, "sm_80 D64 learned-bias packed": 26,
-        "sm_80 D64 block-sparse packed": 20, "sm_80 D64 block-sparse dense": 12, "sm_80 D128 learned-bias packed": 16,
-        "sm_80 D256 none dense": 9, "sm_86 D256 documents packed": 11, "sm_89 D256 documents packed": 11,
-    }  # fmt: skip
+    spill_more: ClassVar[dict[str, int]] = {}
 
     @property
     def plans(self) -> BackwardPlans:

@@ -120,9 +120,12 @@ class KeyWarp(KeyGroup):
     def begin_run(self, call, run, carried):
         """The copies of its first tile start: whatever was in their stage, all have read."""
         step = carried[0].anew()
-        self.run = run
+        self.run = run.tested_where(self.work.is_cut(self.tiling.tile_n))
         _start_if(step.number < run.count, self, step.number, step.stage)
         return (step,)
+
+    def tested(self, run, i, is_cut):
+        return self.run.tested(i)
 
     def start_next(self, step) -> None:
         """Starts the copies of the tile behind this one."""
@@ -234,8 +237,11 @@ class KeyWarp(KeyGroup):
             self.tKrdK[i] = self.tKrdK[i] * call.scale
 
     def write_keys(self, call) -> None:
-        tensors, plan = call.tensors, self.plan
-        rows, work = PartRows(self.tiling.sums, self.block.dtype, opaque(self.warp)), self.work
+        tensors, plan, work = call.tensors, self.plan, self.work
+        rows = PartRows(self.tiling.sums, self.block.dtype, opaque(self.warp))
+        if plan.layout.q == "packed" or plan.lists is not None:
+            # found anew: to keep it in registers spilled 4 to 14 more (D 64, sm_80); of other calls it is constants
+            work = self.kernel.work_tile(call, opaque(self.kernel.first_number()))
         for sums, tensor, there in ((self.tKrdK, tensors.dk, plan.head_dim), (self.tVrdV, tensors.dv, plan.head_dim_v)):
             rows.store(sums, work.keys.head(tensor, work.kv_head), work.keys, work.n * self.tiling.tile_n, there)
 

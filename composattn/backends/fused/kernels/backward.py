@@ -369,7 +369,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         tiling = self.tiling
         kv_slot, steps = slots[0], slots[1:]
         me.begin(work)
-        ragged = (work.n + 1) * tiling.tile_n > work.keys.rows
+        ragged = work.is_cut(tiling.tile_n)
         me.wait_for_keys(kv_slot)
         begin, stop = self.members(call, work)
         for member in cutlass.range(begin, stop, unroll=1):
@@ -378,7 +378,7 @@ class Backward(Kernel, Generic[AnyTiling]):
             for run in self.query_tiles(call, work, head):
                 steps = me.begin_run(call, run, steps)
                 for i in cutlass.range(run.count, unroll=1):
-                    me.step(call, run.tile(i), ragged | run.tested(i), *steps)
+                    me.step(call, run.tile(i), me.tested(run, i, ragged), *steps)
                     steps = me.following(call, run.tile(i), steps)
         steps = me.end(steps)
         if const_expr(tiling.persistent):

@@ -37,6 +37,10 @@ class KeyTile(Fixed):
     piece: Piece | None
     backwards: Boolean | bool = False
 
+    def is_cut(self, tile_n: int) -> Boolean:
+        """Whether keys end within it, of `tile_n`, so that all pairs need a test."""
+        return (self.n + 1) * tile_n > self.keys.rows
+
 
 class KeyGroup(Fixed, abc.ABC):
     """A group of warps that has scores of a tile's keys: where they lie, dQ's way out, how a tile ends.
@@ -81,6 +85,10 @@ class KeyGroup(Fixed, abc.ABC):
     def begin_run(self, call, run, carried: tuple) -> tuple:
         """Before the first step of a `run` of query tiles, which takes what is returned."""
         return carried
+
+    def tested(self, run, i, is_cut):
+        """Whether the `i`-th tile of a run needs a test, as all do where the tile of keys is cut."""
+        return is_cut | run.tested(i)
 
     def following(self, call, m, carried: tuple) -> tuple:
         """What the step after the one of query tile `m` takes, which took what is `carried`."""
