@@ -230,7 +230,9 @@ class _Dense:
         given = tensors or {}
         self.held = {id(c.tensor): given.get(id(c.tensor), c.tensor) for c in captures}
         self.tensors = {
-            key: t.to(torch.promote_types(t.dtype, self.working)) if t.is_floating_point() else t
+            key: t.to(self.working if t.dtype.itemsize == 1 else torch.promote_types(t.dtype, self.working))
+            if t.is_floating_point()
+            else t
             for key, t in self.held.items()
         }
 

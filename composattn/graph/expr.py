@@ -40,7 +40,7 @@ class DType(enum.Enum):
         """Value type that a tensor element of `dtype` has once read."""
         if dtype is torch.bool:
             return DType.BOOL
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2:
             return DType.FLOAT
         if dtype.is_complex:
             raise TypeMismatch(f"complex values ({dtype}) have no order and no softmax; pass real tensors")
@@ -49,9 +49,12 @@ class DType(enum.Enum):
                 "uint64 values do not all fit into the int64 that mods compute with; pass tensor.to(torch.int64) where "
                 "they are below 2^63, or tensor.view(torch.int64) where they are only asked to be equal"
             )
+        if dtype not in _INTEGERS:
+            raise TypeMismatch(f"{dtype} holds no numbers that mods compute with; unpack it before: tensor.float()")
         return DType.INT64 if dtype in (torch.int64, torch.uint32) else DType.INT32
 
 
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 _RANK = {DType.BOOL: 0, DType.INT32: 1, DType.INT64: 2, DType.FLOAT: 3}
 
 

@@ -9,7 +9,7 @@ import torch
 
 import composattn as ca
 from composattn.backends import reference
-from composattn.errors import CapturedIndexOutOfRange
+from composattn.errors import CapturedIndexOutOfRange, TypeMismatch
 from composattn.mods import bias, causal, padding, relative_bias, softcap
 from tests.support import qkv
 
@@ -179,3 +179,28 @@ def test_gradients_where_little_depends_on_what_is_wanted() -> None:
     leaf = v.clone().requires_grad_()
     torch.testing.assert_close(of_v, torch.autograd.grad(loss(leaf, limits), leaf)[0])
     assert torch.equal(of_limits, torch.zeros_like(limits))
+
+
+BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("kind", BYTES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "streaming"])
+def test_captured_floats_of_8_bits_count_as_the_numbers_they_hold(backend: str, kind: torch.dtype, generator) -> None:
+    q, k, v = qkv(generator=generator, q_len=6, dim=4)
+    held = torch.rand(q.shape[1], 6, generator=generator).to(kind)
+
+    def attended(table: torch.Tensor) -> torch.Tensor:
+        return ca.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, j], mask_mod=lambda b, h, i, j: table[h, i] < 0.75,
+            sinks=table[:, 0], backend=backend,
+        )  # fmt: skip
+
+    torch.testing.assert_close(attended(held), attended(held.float()))
+
+
+def test_captured_numbers_that_share_a_byte_are_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    packed = torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(TypeMismatch, match="float4_e2m1fn_x2 holds no numbers that mods compute with"):
+        attend(q, k, v, score_mod=lambda s, b, h, q, kv: s + packed[kv])
