@@ -108,8 +108,8 @@ def offsets_of(value: Any, name: str) -> torch.Tensor:
     wide = value.detach().to(torch.int64)
     if bool((wide[0] != 0) | (wide[1:] < wide[:-1]).any()):
         raise InvalidModArgument(f"{name} must begin with 0 and never fall, e.g. [0, 5, 9] for lengths 5 and 4")
-    if int(wide[-1]) == 0:
-        raise InvalidModArgument(f"{name} describe no token at all")
+    if not 0 < int(wide[-1]) < 2**31:
+        raise InvalidModArgument(f"{name} end with {int(wide[-1])}; all documents together have 1 to 2^31 - 1 tokens")
     return wide
 
 

@@ -256,8 +256,8 @@ def _membership(tokens: Any) -> Any:
     if isinstance(tokens, torch.Tensor) and tokens.ndim:
         positions = tensor(tokens, "tokens", "integer", ("n",)).to(torch.int64)
         refuse_contents_in_a_region("tokens")
-        if bool((positions < 0).any()):
-            raise InvalidModArgument("tokens must be positions of at least 0")
+        if bool(((positions < 0) | (positions >= 2**31)).any()):
+            raise InvalidModArgument("tokens must be positions of at least 0, and below 2^31")
         # one beyond the last token, where nothing is global
         table = torch.zeros(int(positions.max()) + 2, dtype=torch.bool, device=positions.device)
         table[positions] = True

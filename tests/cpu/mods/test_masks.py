@@ -265,6 +265,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "offsets with kv_ids": lambda: masks.document(None, torch.arange(3), offsets=torch.tensor([0, 3])),
     "offsets that don't begin with 0": lambda: masks.document(offsets=torch.tensor([1, 3])),
     "offsets that fall": lambda: masks.document(offsets=torch.tensor([0, 3, 2])),
+    "offsets beyond all sequences": lambda: masks.document(offsets=torch.tensor([0, 2**40])),
+    "tokens beyond all sequences": lambda: masks.global_tokens(torch.tensor([3, 2**40])),
     "offsets of one number": lambda: masks.document(offsets=torch.tensor([0])),
     "offsets of no token": lambda: masks.document(offsets=torch.tensor([0, 0])),
     "offsets of other numbers of documents": lambda: masks.document(
