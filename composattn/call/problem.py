@@ -193,7 +193,8 @@ class Problem:
         _check_sizes(batch, q_heads, q_len, kv_len, layout)
         sizes = (batch, q_heads, kv_heads, q_len, kv_len, head_dim, head_dim_v)
         narrow = (q.dtype, k.dtype, v.dtype) if k.dtype in EIGHT_BITS else None
-        return Problem(*sizes, out_dtype or q.dtype, q.device, layout=layout, narrow=narrow)
+        # AUTO by name: Dynamo, which follows 8-bit queries here, finds no source of the default of a field
+        return Problem(*sizes, out_dtype or q.dtype, q.device, layout=layout, schedule=AUTO, narrow=narrow)
 
 
 def check_ranks(
