@@ -13,6 +13,7 @@ from .analysis.program import Program
 from .call.autograd import without_autocast
 from .call.problem import Problem, softmax_scale
 from .dispatch.captured import check_captures
+from .graph.dynamo import is_traced
 from .graph.evaluate import Env, evaluate
 from .graph.least_score import LEAST_SCORE
 from .mods.mask import Mask
@@ -37,8 +38,13 @@ def attention_weights(
     Dense: memory and time are those of R * Skv weights per head, in fp32 products. A row sums to 1, less what its sink
     takes, or to 0 where it sees nothing. Weights are those in front of dropout.
 
-    Raises: `InvalidArgument` for rows outside of q, and what `attention` raises.
+    Raises: `InvalidArgument` for rows outside of q, `UnsupportedTransform` where torch compiles one graph, and what
+    `attention` raises.
     """
+    if is_traced():
+        raise errors.UnsupportedTransform(
+            "attention_weights looks at rows, which no code does that torch compiles as one graph; call it outside"
+        )
     problem = Problem.of(q, k, k)
     try:
         at = torch.as_tensor(rows, device=q.device)

@@ -69,8 +69,10 @@ def _check_alike(name: str, of: list[torch.Tensor]) -> None:
     for tensor in of:
         refuse_lazy(f"{name} of a part", tensor)
     dtypes, devices = {t.dtype for t in of}, {t.device for t in of}
-    if len(dtypes) > 1 or not of[0].is_floating_point():
-        raise DTypeMismatch(f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype")
+    if len(dtypes) > 1 or not of[0].is_floating_point() or of[0].dtype.itemsize == 1:
+        raise DTypeMismatch(
+            f"{name} is {', '.join(map(str, dtypes))}; parts have one floating-point dtype of 16 bits or more"
+        )
     if len(devices) > 1:
         raise DeviceMismatch(f"{name} lies on {', '.join(map(str, devices))}; move the parts to one device with .to()")
 

@@ -172,3 +172,10 @@ def test_flash_attn_with_windows_and_slopes_is_one_graph() -> None:
         return dense, packed
 
     torch.testing.assert_close(compiled(both)(q, k, slopes), both(q, k, slopes))
+
+
+def test_weights_of_rows_are_refused_in_one_graph() -> None:
+    q, k = torch.randn(B, H, Q, 8), torch.randn(B, H, KV, 8)
+    compiled = torch.compile(lambda q, k: ca.attention_weights(q, k, rows=[0, 7]), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"UnsupportedTransform.*looks at rows"):
+        compiled(q, k)

@@ -118,6 +118,7 @@ PART = (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3))
         (errors.ShapeMismatch, [(PART[0][0, 0], PART[1][0, 0])]),
         (errors.DTypeMismatch, [PART, (PART[0].half(), PART[1])]),
         (errors.DTypeMismatch, [(PART[0].int(), PART[1])]),
+        (errors.DTypeMismatch, [(PART[0].to(torch.float8_e4m3fn), PART[1])]),
         (errors.UnsupportedLayout, [PART, (torch.nn.UninitializedParameter(), PART[1])]),
         (errors.DeviceMismatch, [PART, (PART[0].to("meta"), PART[1])]),
     ],
