@@ -72,7 +72,7 @@ def of_changes(added: torch.Tensor, visible: torch.Tensor, title: str) -> str:
 def of_curve(changed: Callable[[torch.Tensor], Any], title: str, reach: float = 90.0) -> str:
     """A score mod that depends on the score alone, from -reach to reach."""
     drawn = Drawing(SIDE + 2 * EDGE, SIDE + 2 * EDGE, title)
-    xs = torch.linspace(-reach, reach, 121)
+    xs = torch.linspace(-reach, reach, 121, device="cpu")
     ys = changed(xs).tolist()
 
     def at(x: float, y: float) -> tuple[float, float]:

@@ -189,8 +189,9 @@ def reads_image(graph: Expr, columns: int) -> bool:
 def rows_seen(mask: Expr, columns: int, rows: tuple[int, int], heads: int) -> torch.Tensor:
     """bool `rows` (of queries, of keys): whether a row may see another, of a mask that has strips, of any head."""
     q_row, kv_row = _coordinates("q", columns)[0], _coordinates("kv", columns)[0]
-    found = torch.ones(rows, dtype=torch.bool)
-    q, kv, h = torch.arange(rows[0])[:, None], torch.arange(rows[1]), torch.arange(heads)[:, None, None]
+    found = torch.ones(rows, dtype=torch.bool, device="cpu")
+    q, kv, h = (torch.arange(n, device="cpu") for n in (*rows, heads))
+    q, h = q[:, None], h[:, None, None]
     at = Env({"q": q, "kv": kv, "h": h})
     for term in terms(in_image(mask, columns)):
         if not _deps_without(term, q_row, kv_row) & POSITIONS:
@@ -208,12 +209,14 @@ def tiles_seen(seen: torch.Tensor, tile: tuple[int, int], cut: bool = False) -> 
     kv_rows, (m, n) = seen.shape[1], tile
     parts = [seen[:-1], seen[-1:]] if cut else [seen]
     of_queries = torch.cat([pad(rows, (0, 0, 0, -len(rows) % m)).unflatten(0, (-1, m)).any(1) for rows in parts])
-    places = (torch.arange(kv_rows) + torch.arange(n)[:, None, None]) // n  # by rows above, of each row of keys
+    places = (
+        torch.arange(kv_rows, device="cpu") + torch.arange(n, device="cpu")[:, None, None]
+    ) // n  # by rows above, of each row of keys
     last = (kv_rows + n - 1) // n + 1
     if cut:
         places[..., -1] = last
     shape = n, len(of_queries), kv_rows
-    rows = torch.zeros(n, shape[1], last + 1, dtype=torch.int32)
+    rows = torch.zeros(n, shape[1], last + 1, dtype=torch.int32, device="cpu")
     rows.scatter_add_(2, places.expand(shape), of_queries.int().expand(shape))
     return ((rows > 0).sum((1, 2)) / shape[1]).tolist()
 
@@ -253,7 +256,7 @@ def all_strips(mask: Expr) -> list[Strips]:
 def _around(sees: Expr, columns: int, apart: int) -> Strips | None:
     """Strips whose keys are all columns that their queries see; None where they would be too wide, or none is seen."""
     wide = columns if apart == columns else 2 * apart
-    q, kv = torch.arange(columns)[:, None], torch.arange(-wide, columns + wide)
+    q, kv = torch.arange(columns, device="cpu")[:, None], torch.arange(-wide, columns + wide, device="cpu")
     seen = evaluate(sees, Env({"q": q, "kv": kv})).expand(columns, len(kv))
     # by strip, and by column from wide before the image's first one on
     seen = pad(seen, (0, 0, 0, -columns % apart))

@@ -244,7 +244,7 @@ def _attended(
     numbers = [_bits(s.value) for s in planned.program.scalars]
     saved = _saved(q, len(hints) - HINTS)
     if numbers:
-        saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        saved[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     _told(saved, _Said(now, Lay((*captured, *lengths)), bound.plan if len(hints) == HINTS else None))
     if learns and bound.plan is not None:
         learn(form, bound.plan, inputs, captured)

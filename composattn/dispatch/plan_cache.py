@@ -39,7 +39,7 @@ CachedPlan = tuple[Planned, tuple[BorrowedCapture, ...], list[int]]  # with what
 _plans: dict[Hashable, CachedPlan] = {}  # by what the mods are: their forms, or what their functions say
 _lock = threading.Lock()
 _NOTHING_SAID: Fingerprint = None, ()
-_SINKS = Sink.of(torch.zeros(1)).form
+_SINKS = Sink.of(torch.zeros(1, device="cpu")).form
 
 
 @left_alone  # compiled code calls an operator

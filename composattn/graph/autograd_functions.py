@@ -65,4 +65,4 @@ def of(argument: Any, value: Any, index: Any) -> Any:
         return argument
     if is_integer(argument):
         return index
-    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
+    return torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, float) else value

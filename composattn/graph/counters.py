@@ -13,7 +13,7 @@ _set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[at
 _NEVER = 2**32 - 1  # a count that no tensor reaches: whoever reads it meanwhile never sees it again
 
 
-_alone = torch.empty(1)
+_alone = torch.empty(1, device="cpu")
 OF_ONE_TENSOR: int = storage_uses(_alone.untyped_storage()._cdata)
 
 

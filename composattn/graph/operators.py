@@ -44,7 +44,7 @@ def _means_what_it_is_called(operator: Any) -> bool:
 
 
 def _agree(operator: Any, plain: Callable[..., Any], number: float) -> bool:
-    x = torch.tensor(number, requires_grad=True)
+    x = torch.tensor(number, dtype=torch.float32, device="cpu", requires_grad=True)
     found, wanted = operator(x), plain(x)
     if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3):
         return False

@@ -281,7 +281,7 @@ _TORCH_TYPE = {DType.BOOL: torch.bool, DType.INT32: torch.int64, DType.INT64: to
 
 
 def _as_tensors(row: Op, dtype: DType, args: tuple[Expr, ...]) -> list[torch.Tensor]:
-    values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype]) for a in args]
+    values = [torch.tensor(a.attr, dtype=_TORCH_TYPE[a.dtype], device="cpu") for a in args]
     if dtype is DType.FLOAT and not row.name.startswith("cast_"):  # torch would go through fp32 for integers
         return [v if v.dtype is torch.bool and row.name == "where" else v.to(torch.float64) for v in values]
     return values

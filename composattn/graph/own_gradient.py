@@ -50,7 +50,7 @@ def _gradients(
     f: Callable[..., Any], value: float, index: dict[str, torch.Tensor], steep: float, learned: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """By the score and by what learns, for one unit of the gradient `steep` that comes in."""
-    score = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    score = torch.tensor(value, dtype=torch.float64, device="cpu", requires_grad=True)
     leaves = [score, *learned]
     out = f(score, *index.values())
     if not out.requires_grad:

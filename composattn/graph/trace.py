@@ -188,7 +188,7 @@ def _own(made: Any) -> Any:
     return made
 
 
-_only_capture = Capture(torch.empty(0))
+_only_capture = Capture(torch.empty(0, device="cpu"))
 _ALONE = sys.getrefcount(_only_capture.tensor)  # as counted of a tensor that one capture holds, and nobody else
 
 

@@ -73,11 +73,12 @@ class Score(Mod):
         size = min(positions_of(self.expr, SHOWN)) if size is None else size
         check_sizes(1, size=size)
         here = self.to("cpu")
-        zeros = torch.zeros(121, dtype=torch.int64)
+        zeros = torch.zeros(121, dtype=torch.int64, device="cpu")
         if not self.expr.deps & (Dep.B | Dep.H | Dep.Q | Dep.KV):
             return pictures.of_curve(lambda scores: here(scores, zeros, zeros, zeros, zeros), self.name)
-        q, kv = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
-        first, scores = torch.zeros_like(q), torch.zeros(size, size)
+        at = torch.arange(size, device="cpu")
+        q, kv = torch.meshgrid(at, at, indexing="ij")
+        first, scores = torch.zeros_like(q), torch.zeros(size, size, device="cpu")
         added = here(scores, first, first, q, kv, q_len=size, kv_len=size).detach().float()
         return pictures.of_changes(added.expand(size, size), q >= kv, self.name)
 

@@ -28,8 +28,8 @@ def agree(ranks: Ranks, said: Sequence[Said]) -> None:
 
     Raises: `RanksDisagree` or `CapturedTensorsDiffer` on every rank, `RankUnreachable`.
     """
-    marks = torch.tensor([_mark(s.found) for s in said], dtype=torch.int64)
-    table = ranks.said_by_all(torch.cat([torch.tensor([len(said)]), marks]))
+    marks = torch.tensor([_mark(s.found) for s in said], dtype=torch.int64, device="cpu")
+    table = ranks.said_by_all(torch.cat([torch.tensor([len(said)], device="cpu"), marks]))
     for column, one in enumerate([Said("number of what ranks compare", len(said)), *said]):
         given = table[:, column].tolist()
         if len(set(given)) > 1:

@@ -61,7 +61,9 @@ class Described:
         """
         visits = self.division.visits
         seen = visits.seen.unflatten(1, (visits.tiles, -1)).any(2)
-        drawing.save(path, pictures.of_ranks(seen, torch.tensor(self.division.owner), self.division.ranks))
+        drawing.save(
+            path, pictures.of_ranks(seen, torch.tensor(self.division.owner, device="cpu"), self.division.ranks)
+        )
 
 
 def describe(division: Division, seen: torch.Tensor, traffic: Traffic) -> Described:

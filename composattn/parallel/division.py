@@ -29,7 +29,11 @@ class Division:
 
     @property
     def pairs(self) -> list[float]:
-        return torch.zeros(self.ranks, dtype=torch.float64).index_add_(0, self._owners, self.visits.pairs).tolist()
+        return (
+            torch.zeros(self.ranks, dtype=torch.float64, device="cpu")
+            .index_add_(0, self._owners, self.visits.pairs)
+            .tolist()
+        )
 
     @property
     def imbalance(self) -> float:
@@ -45,7 +49,7 @@ class Division:
 
     @cached_property
     def _owners(self) -> torch.Tensor:
-        return torch.tensor(self.owner)
+        return torch.tensor(self.owner, device="cpu")
 
     def tiles_of(self, rank: int) -> torch.Tensor:
         """The tiles of a rank, ascending."""
@@ -93,7 +97,7 @@ def _divided(visits: Visits, ranks: int, run: int, tolerance: float) -> Division
     for n in sorted(range(len(pairs)), key=lambda n: (-pairs[n], n)):
         rank = min((r for r in range(ranks) if room[r]), key=lambda r: (load[r], r))
         owner[n], room[rank], load[rank] = rank, room[rank] - 1, load[rank] + pairs[n]
-    owners = torch.tensor(owner).repeat_interleave(run)
+    owners = torch.tensor(owner, device="cpu").repeat_interleave(run)
     owner = _swapped(owners, visits.pairs, ranks, tolerance).tolist()
     names = {r: n for n, r in enumerate(dict.fromkeys(owner))}  # ranks in the order of their first tiles
     return Division(visits, ranks, tuple(names[r] for r in owner))
@@ -101,7 +105,7 @@ def _divided(visits: Visits, ranks: int, run: int, tolerance: float) -> Division
 
 def _swapped(owner: torch.Tensor, pairs: torch.Tensor, ranks: int, tolerance: float) -> torch.Tensor:
     """`owner` after tiles of the fullest and the emptiest rank changed places, until they are even."""
-    load = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, pairs)
+    load = torch.zeros(ranks, dtype=torch.float64, device="cpu").index_add_(0, owner, pairs)
     limit = float(load.mean()) * (1 + tolerance)
     for _ in range(_MOST_SWAPS):
         most, least = int(load.argmax()), int(load.argmin())

@@ -107,7 +107,7 @@ class Movement:
 
     def _part(self, number: int) -> Part:
         ranks, me, grain = self.division.ranks, self.rank, self.division.visits.grain
-        nothing = torch.zeros(0, dtype=torch.int64)
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         sent, received = [nothing] * ranks, [nothing] * ranks
         for other in (r for r in range(ranks) if r != me):
             if self.group_of(other, me) == number:
@@ -132,7 +132,7 @@ class Movement:
         """The calls that the queries which see any of `keys` (ascending positions) are computed in."""
         tile, grain = self.division.visits.tile, self.division.visits.grain
         tiles = self.division.tiles_of(self.rank)
-        there = torch.zeros(self.division.visits.grains, dtype=torch.bool)
+        there = torch.zeros(self.division.visits.grains, dtype=torch.bool, device="cpu")
         there[keys // grain] = True
         seen = self.seen[tiles] & there
         visiting = seen.any(1)
@@ -148,7 +148,7 @@ class Movement:
         for start, stop in runs[: MOST_RUNS + 1]:
             columns = seen[start:stop].any(0).nonzero().flatten()
             low, high = int(columns[0]) * grain, (int(columns[-1]) + 1) * grain
-            begin, end = torch.searchsorted(keys, torch.tensor([low, high])).tolist()
+            begin, end = torch.searchsorted(keys, torch.tensor([low, high], device="cpu")).tolist()
             if int(keys[end - 1] - keys[begin]) != end - 1 - begin:
                 break
             at = int(tiles[start]) * tile, int(keys[begin])
@@ -161,4 +161,4 @@ class Movement:
 
 def rows_of(numbers: torch.Tensor, size: int) -> torch.Tensor:
     """The rows of tiles or grains."""
-    return (numbers[:, None] * size + torch.arange(size)).flatten()
+    return (numbers[:, None] * size + torch.arange(size, device="cpu")).flatten()

@@ -30,7 +30,7 @@ FIRST_Q, FIRST_KV, FIRST_HEAD, SEQ_LEN = (Scalar(0) for _ in range(4))
 """Run-time numbers of every such call: first query, first key, first head, length of the whole sequence."""
 
 _Q, _KV, _H, _B = (index(name) for name in ("q", "kv", "h", "b"))
-_AT_Q, _AT_KV = (torch.zeros(1, dtype=torch.int32) for _ in range(2))  # stand for the tables of positions
+_AT_Q, _AT_KV = (torch.zeros(1, dtype=torch.int32, device="cpu") for _ in range(2))  # stand for the tables of positions
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _Locals:
         dim, of_keys = rows[0], node.args[rows[0]] is _KV
         key = id(tensor), dim, of_keys
         if key not in self._stand_ins:
-            stand_in = self._stand_ins[key] = torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype)
+            stand_in = self._stand_ins[key] = torch.zeros((1,) * tensor.ndim, dtype=tensor.dtype, device="cpu")
             self.by_stand_in[id(stand_in)] = Local(tensor, dim, of_keys)
         arguments = [i if d == dim else substitute(i, self._at) for d, i in enumerate(node.args)]
         return read(Capture(self._stand_ins[key]), arguments)

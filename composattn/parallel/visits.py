@@ -90,7 +90,7 @@ def visits_of(mask: Expr | None, seq_len: int, tile: int, grain: int, batch: int
     held = [] if mask is None else captures(mask)
     device = held[0].tensor.device if held else torch.device("cpu")
     if mask is None or mask is const(True):
-        kinds = torch.full((1, 1, tiles, grains), FULL, dtype=torch.int8)
+        kinds = torch.full((1, 1, tiles, grains), FULL, dtype=torch.int8, device="cpu")
         times = batch * heads
     else:
         extent = Extent(seq_len, seq_len, batch, heads, device)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import composattn as ca
-from composattn.mods import alibi, causal, document, neighborhood, shared_prefix, softcap, t5_bucket_bias
+from composattn.mods import (
+    alibi,
+    causal,
+    dilated_window,
+    document,
+    neighborhood,
+    shared_prefix,
+    softcap,
+    t5_bucket_bias,
+)
 from tests.support import qkv
 
 Q, K, V = qkv(generator=torch.Generator().manual_seed(0), q_len=60, kv_len=60, dim=16)
@@ -63,6 +72,22 @@ WANTED = {name: call() for name, call in CALLS.items()}
 @pytest.mark.parametrize("name", CALLS)
 def test_defaults_of_torch_change_no_result(name: str, defaults: None) -> None:
     torch.testing.assert_close(CALLS[name](), WANTED[name], rtol=0, atol=0)
+
+
+PLANNED = {
+    "pixels": lambda: ca.Attention(mask_mod=neighborhood((16, 16), 5), backend="hopper"),
+    "documents": lambda: ca.Attention(mask_mod=document(torch.arange(256, device="cpu") // 50), backend="hopper"),
+    "remainders": lambda: ca.Attention(mask_mod=dilated_window(8, 2), backend="hopper"),
+    "by blocks of queries": lambda: ca.Attention(mask_mod=causal(), score_mod=alibi(4), backend="warp"),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_calls_are_planned_on_the_host_whatever_device_is_the_default(name: str) -> None:
+    q, k, v = qkv(generator=torch.Generator().manual_seed(0), q_len=256, dim=64, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        found = str(PLANNED[name]().explain(q, k, v))
+    assert found == str(PLANNED[name]().explain(q, k, v))
 
 
 def test_weights_are_of_fp32_products_below_autocast_too() -> None:

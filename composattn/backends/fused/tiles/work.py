@@ -387,7 +387,8 @@ def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: in
     ends = _ends(intervals)
     # of keys in pages each sequence may have less, and all its tiles with it
     batch = problem.batch if any(end.deps & Dep.B for end in ends) else 1
-    b, m = torch.arange(batch)[:, None], torch.arange(-(-problem.q_len // tile_m)).expand(batch, -1)
+    b, m = (torch.arange(n, device="cpu") for n in (batch, -(-problem.q_len // tile_m)))
+    b, m = b[:, None], m.expand(batch, -1)
     tiles = QueryTiles(b, m, problem.q_len)
     return TileVisits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
 
