@@ -55,6 +55,8 @@ def quantize(
     scale: one for each sequence and "head" (of packed rows for each head alone), for each "block" of `block` rows (a
         power of two; dense ones only), or for each row, "token".
     hadamard: q and k are rotated together, in blocks of channels as large as the power of two that divides D: 32 of 96.
+        With scale="head" the lengths of their rows are 1e-19 to 1e19, as squares of others leave fp32, unsaid: give
+        such ones "token", or hadamard=False.
     center: k's mean, of 1,024 rows or more, is taken from it. Scores get it back before the score mod, as one number a
         query, so every mod, LSE and sinks are right.
     power_of_two: scales are powers of two. False: 1, 1.25, 1.5 or 1.75 times one, by which of these the numbers that

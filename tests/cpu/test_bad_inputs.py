@@ -326,11 +326,21 @@ def test_no_refusal_on_a_correct_call_after_a_refused_one() -> None:
     assert isinstance(out, torch.Tensor) and out.shape == (2, 4, 16, 32)
 
 
-@pytest.mark.parametrize("name", ["is_causal", "attn_mask", "block_mask", "nonsense"])
+TO_WRITE = {
+    "is_causal": "mask_mod=composattn.mods.causal()",
+    "attn_mask": "mask_mod=lambda b, h, q, kv: mask[b, h, q, kv]",
+    "block_mask": "mask_mod=composattn.BlockSparse.from_block_mask(...)",
+    "mask_mode": "was mask_mod meant?",
+    "nonsense": "see help(composattn.attention)",
+}
+
+
+@pytest.mark.parametrize("name", TO_WRITE)
 def test_keywords_of_other_attentions_are_refused_with_what_to_write(name: str) -> None:
     q = torch.zeros(1, 1, 4, 8)
+    words = f"no argument '{name}' here; .*{re.escape(TO_WRITE[name])}"
     for call in (ca.attention, ca.Attention()):
-        with pytest.raises(errors.UnknownKeyword, match=name):
+        with pytest.raises(errors.UnknownKeyword, match=words):
             call(q, q, q, **{name: True})
-    with pytest.raises(errors.UnknownKeyword, match=name):
+    with pytest.raises(errors.UnknownKeyword, match=words):
         ca.Attention(**{name: True})
