@@ -32,9 +32,9 @@ VALUES: dict[str, list[Any]] = {
     "order": ["any", "fixed"], "layout": ["dense", "packed", "mixed"], "d": list(WIDTHS), "dv": list(WIDTHS),
     "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
     "seen": [*BANDS],
-    "length": [*BANDS], "fills": [True, False], "thirds": [1.0], "group": [1, 2, 4, 5, 6, 8],
+    "length": [*BANDS], "fills": [True, False], "thirds": [0.8, 0.9, 1.0, 1.1], "group": [1, 2, 4, 5, 6, 8],
     "ratio": [0, 1, 4, 8, 50], "key_tiles": [1, 2, 4, 8, 30],
-    "pairs": [True, False],
+    "pairs": [True, False], "seen_by_all": [True, False],
 }  # fmt: skip
 
 
@@ -80,6 +80,6 @@ def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
     problem = Problem(4, 64, 64, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
     words = choose_backward(problem, Program(), HOPPER, False).words
     assert "no mask, many rounds, a key is seen by up to 1,152 of up to 1,152 queries" in words
-    assert "tiles: 128 queries; measured on 30 shapes" in words and "blocks: blocks stay; measured on" in words
+    assert "tiles: 128 queries; measured on 29 shapes" in words and "blocks: blocks stay; measured on" in words
     assert "not measured: single timings" in choose_backward(problem, Program(), HOPPER, True).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan

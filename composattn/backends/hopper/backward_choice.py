@@ -40,7 +40,7 @@ class BackwardClass(CallClass):
     `group`: query heads of a key/value head. `ratio`: so many times as many queries as keys, of dense calls.
     `key_tiles`: of a sequence, which may all add to a part of dQ. `pairs`: a tensor is read at each pair, or a test
     computes as much, of no wider V than K. `largest`: queries of the largest tile for which registers are left, found
-    by compiling; above D 128, where tiles have 64, keys.
+    by compiling; above D 128, where tiles have 64, keys. `seen_by_all`: some tile of keys visits each query tile.
     """
 
     group: int
@@ -48,6 +48,7 @@ class BackwardClass(CallClass):
     key_tiles: int
     pairs: bool
     largest: int
+    seen_by_all: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,15 +107,10 @@ AT_LAST: Table[Any] = table(FILE, "at_last")  # heads of a fixed order's last se
 
 
 class BackwardFacts(Facts):
-    """Facts of a backward, from which tilings follow.
-
-    `seen_by_all`: some tile of keys visits each query tile. `group_bytes`: what the queries of a key/value head read
-    and add to.
-    """
+    """Facts of a backward; `group_bytes`: what the queries of a key/value head read and add to."""
 
     more: ClassVar[Finders] = {
         "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
-        "seen_by_all": lambda f: all_are_seen(f.problem, f.program),
         "group_bytes": lambda f: f.problem.group * f.problem.q_len * (2 * (f.d + f.dv) + 4 * f.d),
     }
 
@@ -129,6 +125,7 @@ def backward_class(problem: Problem, program: Program, target: Target, determini
         key_tiles=_tiles(problem),
         pairs=call.d >= call.dv and first(OF_CLASS["pairs"], call),
         largest=first(OF_CLASS["largest"], call),
+        seen_by_all=all_are_seen(problem, program),
     )
 
 

@@ -106,7 +106,7 @@ class CallClass:
     a row sees (in a backward: queries that see a key) in the mean; `length`: how many there are in a sequence; both are
     the upper ends of `BANDS`. `fills`: tiles of 192 rows and 128 keys have an eighth more pairs than those of 64,
     or less; in a backward tiles of 128 queries have a tenth more of them. `thirds`: rows of tiles of 192 over those of
-    tiles of 128, with no mask in whole rounds of tiles; in a backward 1.
+    tiles of 128, with no mask in whole rounds of tiles; in a backward those of 80 over those of 64.
     """
 
     direction: Direction
@@ -193,7 +193,7 @@ def _of_backward(problem: Problem, program: Program, target: Target, rows: int, 
         "seen": band(queries_of_a_key(problem, program)),
         "length": band(queries(problem)),
         "fills": not problem.layout.is_dense or -(-q_len // 128) * 128 * 10 <= 11 * (-(-q_len // 64) * 64),
-        "thirds": 1.0,
+        "thirds": -(-q_len // 80) * 80 / max(1, -(-q_len // 64) * 64),
     }
 
 

@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-# in query tiles of one tile of keys, on an H200: what a block takes beside its query tiles, what the kernel that adds
+# in tiles of 64 queries by one of keys, on an H200: what a block takes beside these, what the kernel that adds
 # up the pieces takes, and what a piece's sums take on their way through memory with all SMs at it
 BLOCK, GATHER, PIECE = 2.0, 1.5, 0.03
 SHORTEST = 6  # query tiles of a piece

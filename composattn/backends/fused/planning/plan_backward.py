@@ -287,7 +287,9 @@ def _cut(
         if together < heads:
             return cut if cut.cut else None, dataclasses.replace(tiling, heads_together=together)
         tiling = dataclasses.replace(tiling, heads_at_last=None)  # nothing runs before it
-    cut = best_cut((visits.flatten() * problem.group).tolist(), repeats, at_once)
+    # D 64, 320 tiles of 1,280 queries: time 0.93, 720 of 1,100 0.98; tiles of many lengths gain nothing
+    in_64s = max(1, tiling.tile_m // 64) if visits.unique().numel() == 1 else 1
+    cut = best_cut((visits.flatten() * problem.group * in_64s).tolist(), repeats, at_once)
     return cut if cut.cut else None, tiling
 
 
