@@ -1,5 +1,6 @@
 """The backward kernel of warps that copy and compute: a block keeps a tile of keys and walks over queries."""
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -19,10 +20,9 @@ from .key_tile import BackwardProducts, WarpBackwardBlock
 from .mma import fragment_shape
 from .rounding import PartRows
 from .steps import Step
-from .tiling import ROWS, WarpBackwardTiling
+from .tiling import WarpBackwardTiling
 
 LINE = BYTES // 4  # fp32 numbers of a copy
-DQ_AT_ONCE = 48  # sums of dQ in a thread's registers
 
 
 class WarpBackward(Backward[WarpBackwardTiling]):
@@ -36,7 +36,8 @@ class WarpBackward(Backward[WarpBackwardTiling]):
         meet    Sᵀ, dPᵀ, P, dS, dV, dK | Q, dO of i + 1    meet    dQ to memory
 
     At the first meeting Q and dO of the tile are there; at the second one dS. With one stage the next copies start
-    behind that, once all have read Q and dO.
+    behind that, once all have read Q and dO. Where a warp has scores of the keys of its sums, dV and dK of its own
+    queries come before the second meeting, from registers.
     """
 
     keeps_shared_base = False
@@ -189,23 +190,19 @@ class KeyWarp(KeyGroup):
         narrow(tKrdS, tSrdP)
         add_sums = mods.sum_captured(at, gradients, self.diagonals)
         products.put(tKrdS, "ds")
-        if const_expr(tiling.keeps_weights):
-            self.add_to_sums(tVrP, tKrdS, stage)
-            cute.arch.sync_threads()
-        else:
+        if not tiling.keeps_weights:
             products.put(tVrP, "p")
-            cute.arch.sync_threads()
-            self.add_to_sums(None, None, stage)
-            if const_expr(tiling.stages == 1):
-                cute.arch.sync_threads()
+        sums = self.tVrdV, self.tKrdK
+        if products.keeps_own:
+            products.add_own(sums, (tVrP, tKrdS), stage)
+        cute.arch.sync_threads()
+        products.add_others(sums, stage)
         if tiling.stages == 1:
+            if not tiling.keeps_weights:
+                cute.arch.sync_threads()
             self.start_next(step)
         add_sums()
         self.add_part(call, m, step.number)
-
-    def add_to_sums(self, weights, gradients, stage) -> None:
-        self.products.add_values(self.tVrdV, weights, stage)
-        self.products.add_keys(self.tKrdK, gradients, stage)
 
     def queries_first(self, sums: cute.Tensor) -> cute.Tensor:
         """The registers of a score product as (query, key)."""
@@ -213,19 +210,22 @@ class KeyWarp(KeyGroup):
 
     def add_part(self, call, m, number) -> None:
         """This warp's part of dQ to memory, in its turn where the order is fixed."""
-        tiling = self.tiling
-        start, part = self.dq_sum(call, m).iterator + self.thread, tiling.d // ROWS // tiling.dq.across
-        of_column = tiling.dq_rows // 2  # sums of 16 columns in a thread
-        at_once = next(n for n in range(part, 0, -1) if part % n == 0 and n * of_column <= DQ_AT_ONCE)
+        products, threads = self.products, self.tiling.threads
+        start = self.dq_sum(call, m).iterator + self.thread
         turn = None
-        for first in range(0, part, at_once):
-            tQrdQ = self.products.dq(first, at_once)
-            if self.plan.deterministic and first == 0:
-                turn = self.kernel.turn(call, self.work, self.head, m)
-                before = DqSemaphore(self.kernel).before(call, self.work, self.head, self.run, number, self.lane)
-                wait_for(turn, before * tiling.warps)
+        if self.plan.deterministic:
+            turn = self.kernel.turn(call, self.work, self.head, m)
+            before = DqSemaphore(self.kernel).before(call, self.work, self.head, self.run, number, self.lane)
+        lefts = products.dq_lefts()
+
+        def add(piece: Any) -> None:
+            tQrdQ = products.dq(lefts, piece)
+            if turn is not None:
+                wait_for(turn, before * self.tiling.warps)
                 cute.arch.sync_warp()
-            add_numbers(start, tQrdQ, tiling.threads, first * of_column)
+            add_numbers(start + piece * (cute.size(tQrdQ) * threads), tQrdQ, threads)
+
+        _for_each(add, products.dq_pieces)
         if turn is not None:
             cute.arch.sync_warp()
             say(turn, self.lane == 0)
@@ -249,6 +249,15 @@ class KeyWarp(KeyGroup):
         for target, registers in zip(call.pieces.sums, (self.tKrdK, self.tVrdV), strict=True):
             store_numbers(target[self.work.piece.slot, None].iterator + self.thread, registers, self.tiling.threads)
         call.pieces.note(self.work, self.tiling.tile_n, self.thread == 0)
+
+
+@cute.jit
+def _for_each(do: cutlass.Constexpr[Callable], count: cutlass.Constexpr[int]):
+    if const_expr(count == 1):
+        do(0)
+    else:
+        for i in cutlass.range(count, unroll=1):
+            do(i)
 
 
 @cute.jit
