@@ -81,5 +81,5 @@ def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
     words = choose_backward(problem, Program(), HOPPER, False).words
     assert "no mask, many rounds, a key is seen by up to 1,152 of up to 1,152 queries" in words
     assert "tiles: 128 queries; measured on 29 shapes" in words and "blocks: blocks stay; measured on" in words
-    assert "not measured: single timings" in choose_backward(problem, Program(), HOPPER, True).words
+    assert "no sweep timed it: single timings" in choose_backward(problem, Program(), HOPPER, True).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan

@@ -85,5 +85,5 @@ def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
     assert "no mask, many rounds, a row sees up to 1,152 of up to 1,152 keys" in words
     assert "form: large, guesses, stays; measured on 23 shapes" in words
     paged = dataclasses.replace(problem, layout=Layout(kv="paged", page_size=16, used_kv=True))
-    assert "form: large; not measured: as it was" in choose_forward(paged, Program(), HOPPER).words
+    assert "form: large; no sweep timed it: as it was" in choose_forward(paged, Program(), HOPPER).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan

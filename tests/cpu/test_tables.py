@@ -48,8 +48,8 @@ def test_patterns_of_a_file_are_shared_by_rows_and_a_row_says_its_evidence(tmp_p
     measured = {"says": "a", "of": "wide plain", "shapes": 3, "gain": 1.05}
     rows = made(tmp_path, measured, {"says": "b", "why": "as it was"}, patterns=patterns)
     assert rows[0].pattern == {"widest": Span(96, float("inf")), "mods": (ModsKind.PLAIN,)}
-    assert str(row_of(rows, Call(widest=128)).evidence).startswith("measured on 3 shapes: +5.0% over")
-    assert str(row_of(rows, Call()).evidence) == "not measured: as it was"
+    assert str(row_of(rows, Call(widest=128)).evidence).startswith("measured on 3 shapes: 1.050 of the best")
+    assert str(row_of(rows, Call()).evidence) == "no sweep timed it: as it was"
 
 
 @pytest.mark.parametrize("row", [{"of": "wide"}, {"mods": ["curve"]}, {"widest": "(64 96]"}], ids=str)

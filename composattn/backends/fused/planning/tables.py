@@ -66,8 +66,8 @@ class Evidence:
 
     def __str__(self) -> str:
         if not self.shapes:
-            return f"not measured: {self.why}"
-        return f"measured on {self.shapes} shapes: {self.gain - 1:+.1%} over the best other form ({self.results})"
+            return f"no sweep timed it: {self.why}"
+        return f"measured on {self.shapes} shapes: {self.gain:.3f} of the best other form's speed ({self.results})"
 
 
 @dataclasses.dataclass(frozen=True)
