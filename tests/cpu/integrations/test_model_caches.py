@@ -10,25 +10,27 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (extra: transformers)")
 
 from transformers import QuantizedCache
+from transformers.cache_utils import DynamicLayer
 
 import composattn as ca
 import composattn.integrations.transformers as integration
 from composattn import errors
-from composattn.integrations.model_caches import EightBitLayer, EightBitStates, as_quantised
+from composattn.integrations.model_caches import EightBitLayer, as_quantised
 from tests.cpu.integrations.models import FAMILIES, WORDS
 
 
-class WideAgain(EightBitLayer):
-    """Rows of the same bytes, made wide before attention, as eager wants them."""
+class Rounded(DynamicLayer):  # type: ignore[misc]
+    """Wide rows with the numbers that 8 bits hold of each: e4m3 by the row's own power of two."""
 
-    def update(self, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = super().update(*given, **more)
-        return tuple(  # type: ignore[return-value]
-            ca.Quantized(x.as_subclass(torch.Tensor), x.scale).dequantised(torch.float32)
-            if isinstance(x, EightBitStates)
-            else x
-            for x in found
-        )
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.get_seq_length() == 0
+        kept = super().update(*(self.rounded(x) for x in (keys, values)))
+        return (keys, values) if first else kept
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.exp2((x.abs().amax(-1, keepdim=True) / 448).log2().ceil())
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def model(name: str, implementation: str) -> Any:
@@ -55,7 +57,7 @@ def test_later_tokens_attend_to_8_bits_by_the_scales_of_their_rows(name: str) ->
     held = integration.eight_bit_cache(eager.config)
     found = logits(ours, held, words)
     wide = integration.eight_bit_cache(eager.config)
-    wide.layers = [WideAgain() if isinstance(layer, EightBitLayer) else layer for layer in wide.layers]
+    wide.layers = [Rounded() if isinstance(layer, EightBitLayer) else layer for layer in wide.layers]
     assert any(isinstance(layer, EightBitLayer) for layer in held.layers)
     torch.testing.assert_close(found, logits(eager, wide, words), rtol=1e-3, atol=1e-4)
     for layer in held.layers:
@@ -69,7 +71,7 @@ def test_beams_move_rows_and_their_scales() -> None:
     cache = integration.eight_bit_cache(ours.config)
     found = ours.generate(words, past_key_values=cache, **options)
     wide = integration.eight_bit_cache(ours.config)
-    wide.layers = [WideAgain() for _ in wide.layers]
+    wide.layers = [Rounded() for _ in wide.layers]
     assert torch.equal(found, model("llama", "eager").generate(words, past_key_values=wide, **options))
 
 
