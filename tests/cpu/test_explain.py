@@ -38,7 +38,9 @@ def test_shows_the_mods_as_formulas() -> None:
 def test_shows_the_derivative_that_nobody_wrote() -> None:
     table = torch.randn(4, 65, requires_grad=True)
     text = explained(score_mod=relative_bias(table) >> softcap(20.0))
-    assert "d score_mod/d score = " in text
+    read = "t0[h, min(max(q - kv, -32), 32) - -32]"
+    slope = f"1 - tanh((s + {read}) / 20)·tanh((s + {read}) / 20)"
+    assert f"d score_mod/d score = {slope}\n" in text and f"d score_mod/d {read} = {slope}\n" in text
     assert text.count("d score_mod/d ") == 2
 
 
