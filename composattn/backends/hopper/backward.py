@@ -103,12 +103,13 @@ class KeyConsumer(KeyWarpgroup):
         self.mma_dk = product(dtype, tiling.d, right=MN, left_in_registers=True, written=tiling.written)
         self.tVrdV = cute.make_rmem_tensor(self.mma_dv.get_slice(0).partition_shape_C((ROWS, tiling.dv)), Float32)
         self.tKrdK = cute.make_rmem_tensor(self.mma_dk.get_slice(0).partition_shape_C((ROWS, tiling.d)), Float32)
-        resident = product(dtype, tiling.tile_m, left_in_registers=True).get_slice(0)
+        self.mma_resident = product(dtype, tiling.tile_m, left_in_registers=True, written=tiling.written)
+        resident = self.mma_resident.get_slice(0)
         self.resident_k, self.resident_v = [
             resident.make_fragment_A(resident.partition_shape_A((ROWS, columns))) if columns else None
             for columns in (tiling.resident_k, tiling.resident_v)
         ]
-        self.lay_operands(tiling.tile_m)
+        self.lay_operands()
         self.dq = DqPart(tiling, block, self.number)
         self.diagonals = None
         if tiling.distances:
@@ -116,30 +117,23 @@ class KeyConsumer(KeyWarpgroup):
             self.diagonals = Diagonals(self.shape, block.sLines, tiling.distances, thread // 32, warps)
         self.row = self.shape.lane_row(self.lane)
 
-    def lay_operands(self, rows: int) -> None:
-        """Products of a query tile of so many `rows` read these, from shared memory."""
+    def lay_operands(self) -> None:
+        """Products read these, from shared memory."""
         tiling, block = self.tiling, self.block
-        sQ = cute.local_tile(block.sQ, (rows, tiling.d), (0, 0, None))
-        sdO = cute.local_tile(block.sdO, (rows, tiling.dv), (0, 0, None))
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
         s, dv, dk = self.mma_s.get_slice(0), self.mma_dv.get_slice(0), self.mma_dk.get_slice(0)
         mine = (self.number, 0)
         sK = cute.local_tile(block.sK, (ROWS, tiling.d), (*mine, *(None for _ in range(cute.rank(block.sK) - 2))))
         sV = cute.local_tile(block.sV, (ROWS, tiling.dv), mine)
-        self.mma_resident = product(block.dtype, rows, left_in_registers=True, written=tiling.written)
         self.sK, self.sV = sK, sV
         self.tSrK, self.tSrV = s.make_fragment_A(s.partition_A(sK)), s.make_fragment_A(s.partition_A(sV))
-        self.tSrQ, self.tSrdO = s.make_fragment_B(s.partition_B(sQ)), s.make_fragment_B(s.partition_B(sdO))
-        self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(sdO, 1, 0, 2)))
-        self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(sQ, 1, 0, 2)))
-        self.left_shape = dv.partition_shape_A((ROWS, rows))
-        self.store_ds = store_matrix(self.mma_s, self.block.dtype, self.thread, transposed=True)
-        sdSt = permuted(self.block.sdS, 1, 0, 2)  # (keys, queries, stage)
-        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, rows), (self.number, 0, None)))
-
-    def put_ds(self, tKrdS, ds_slot) -> None:
-        """To shared memory."""
-        cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
+        self.tSrQ, self.tSrdO = [s.make_fragment_B(s.partition_B(moving)) for moving in (block.sQ, block.sdO)]
+        self.tVrdO = dv.make_fragment_B(dv.partition_B(permuted(block.sdO, 1, 0, 2)))
+        self.tKrQ = dk.make_fragment_B(dk.partition_B(permuted(block.sQ, 1, 0, 2)))
+        self.left_shape = dv.partition_shape_A((ROWS, tiling.tile_m))
+        self.store_ds = store_matrix(self.mma_s, block.dtype, self.thread, transposed=True)
+        sdSt = permuted(block.sdS, 1, 0, 2)  # (keys, queries, stage)
+        self.tSsdS = self.store_ds.partition_D(cute.local_tile(sdSt, (ROWS, tiling.tile_m), (self.number, 0, None)))
 
     def wait_for_keys(self, kv_slot) -> None:
         super().wait_for_keys(kv_slot)
@@ -225,7 +219,7 @@ class KeyConsumer(KeyWarpgroup):
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
         if const_expr(self.tiling.dq_later):
             block.ds_edge.wait_empty(ds_slot)
-        self.put_ds(tKrdS, ds_slot)
+        cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
         if const_expr(p_early):
             issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
         cute.arch.fence_view_async_shared()

@@ -199,13 +199,9 @@ class KeyWarpgroup(ThreadGroup, KeyGroup):
     def __init__(self, tiling: HopperBackwardTiling, block: HopperBackwardBlock, number, thread):
         super().__init__(block, number, thread)
         self.tiling = tiling
-        self.lay_scores(tiling.tile_m)
-
-    def lay_scores(self, width: int) -> None:
-        """Lays out scores like a product of `width` queries."""
-        self.mma_s = product(self.block.dtype, width, written=self.tiling.written)
-        self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, width))
-        self.shape = fragment_shape(width).transposed
+        self.mma_s = product(block.dtype, tiling.tile_m, written=tiling.written)
+        self.scores_shape = self.mma_s.get_slice(0).partition_shape_C((ROWS, tiling.tile_m))
+        self.shape = fragment_shape(tiling.tile_m).transposed
 
 
 def queries_first(accumulator: cute.Tensor) -> cute.Tensor:
