@@ -71,18 +71,9 @@ class WholeFp8Products(warpgroup.MmaF8Op):
         return _instruction(self, BYTES[self.a_dtype], "")
 
 
-class FreshFp8Products(WholeFp8Products):
-    """`WholeFp8Products` products whose new sums name no registers of earlier sums."""
-
-
-WHOLE, FRESH = (WholeProducts, WholeFp8Products), (FreshProducts, FreshFp8Products)
+WHOLE = WholeProducts, WholeFp8Products
 BYTES = {cutlass.Float8E4M3FN: "e4m3", cutlass.Float8E5M2: "e5m2"}
 OPERATIONS: dict[Written, type] = {"by steps": warpgroup.MmaF16BF16Op, "whole": WholeProducts, "anew": FreshProducts}
-BYTE_OPERATIONS: dict[Written, type] = {
-    "by steps": warpgroup.MmaF8Op,
-    "whole": WholeFp8Products,
-    "anew": FreshFp8Products,
-}
 
 
 def _instruction(op: warpgroup.MmaF16BF16Op | warpgroup.MmaF8Op, kind: str, transposed: str) -> Instruction:
@@ -100,11 +91,11 @@ def _instruction(op: warpgroup.MmaF16BF16Op | warpgroup.MmaF8Op, kind: str, tran
 def product(
     dtype, columns: int, left=K, right=K, left_in_registers: bool = False, written: Written = "by steps"
 ) -> cute.TiledMma:
-    """64 rows by `columns`, summed in fp32; the operands' contiguous modes; how it is `written` where it is issued."""
+    """64 rows by `columns`, summed in fp32; the operands' contiguous modes; how it is `written`, of 8 bits whole."""
     source = warpgroup.OperandSource.RMEM if left_in_registers else warpgroup.OperandSource.SMEM
     shape = (ROWS, columns, DEPTH_BYTES * 8 // dtype.width)
     if dtype.width == 8:
-        op = BYTE_OPERATIONS[written](dtype, dtype, Float32, shape, source, left, right)
+        op = WholeFp8Products(dtype, dtype, Float32, shape, source, left, right)
     else:
         op = OPERATIONS[written](dtype, Float32, shape, source, left, right)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
@@ -171,7 +162,7 @@ def _multiply(
     mma: cute.TiledMma, accumulator: cute.Tensor, a: cute.Tensor, b: cute.Tensor, steps: range, accumulate: bool
 ) -> None:
     if isinstance(mma.op, WHOLE):
-        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, FRESH))
+        multiply(mma.op.instruction, accumulator, a, b, steps, accumulate, isinstance(mma.op, FreshProducts))
         return
     # an atom of its own: its accumulate flag changes along the way
     atom = cute.make_mma_atom(mma.op)
