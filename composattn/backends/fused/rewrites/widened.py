@@ -52,15 +52,12 @@ def _widened(root: Expr, sizes: Ranges) -> Expr:
     done: dict[Expr, Expr] = {}
     for node in walk(root):
         args = tuple(done[a] for a in node.args)
-        if node.op in _GROWING and node.dtype is DType.INT32 and _leaves_32_bits(sizes.of(node)):
-            args = (apply("cast_int64", args[0]), *args[1:])
+        if node.op in _GROWING and node.dtype is DType.INT32:
+            (low, high), (least, most) = sizes.of(node), OF_TYPE[DType.INT32]
+            if low < least or high > most:
+                args = (apply("cast_int64", args[0]), *args[1:])
         done[node] = node if all(x is y for x, y in zip(args, node.args, strict=True)) else rebuild(node, args)
     return done[root]
-
-
-def _leaves_32_bits(bounds: Bounds) -> bool:
-    least, most = OF_TYPE[DType.INT32]
-    return bounds[0] < least or bounds[1] > most
 
 
 class _Sizes(Ranges):

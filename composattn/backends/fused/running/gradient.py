@@ -88,7 +88,9 @@ class FusedGradient:
             program = self._posed(summed)
             if not summed.isdisjoint(self.fusable):
                 program = self.summing(summed).program
-            sinks = self._form_of_sinks() if of_sinks else None
+            by_head = self.by_head
+            form_of_sinks = SinkForm(torch.float32 if by_head is None else by_head.tensor.dtype, by_head is None)
+            sinks = form_of_sinks if of_sinks else None
             how: Any = {"has_dlse": has_dlse, "deterministic": deterministic, "sinks": sinks}
             plans = backward_of(dataclasses.replace(self.rewriting.posed, program=program), **how)
             found = self._launchers[form] = BackwardLauncher(plans, self.kernel_of, self.program)
@@ -111,10 +113,6 @@ class FusedGradient:
             return program
         assert self.factor_in_kernels is not None
         return self.factor_in_kernels.away_from_zero(program)
-
-    def _form_of_sinks(self) -> SinkForm:
-        of_heads = self.by_head
-        return SinkForm(torch.float32, True) if of_heads is None else SinkForm(of_heads.tensor.dtype, False)
 
     def summing(self, summed: frozenset[Capture]) -> FixedPointSums:
         """Sums of these captured tensors."""

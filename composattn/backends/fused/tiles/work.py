@@ -377,7 +377,7 @@ def fixed_visits(
     problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int
 ) -> torch.Tensor | None:
     """How many tiles of keys each query tile visits: (B|1, tiles), on the host; None where tensors decide."""
-    return None if tensors_decide(intervals) else visits_now(problem, intervals, tile_m, tile_n)
+    return None if any(inputs(*_ends(intervals))) else visits_now(problem, intervals, tile_m, tile_n)
 
 
 def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: int, tile_n: int) -> torch.Tensor | None:
@@ -393,13 +393,8 @@ def visits_now(problem: Problem, intervals: tuple[TileInterval, ...], tile_m: in
     return TileVisits(problem, NO_SEQUENCES, tiles, intervals, tile_m, tile_n)()
 
 
-def tensors_decide(intervals: tuple[TileInterval, ...]) -> bool:
-    """Whether what query tiles visit hangs on captured tensors or run-time numbers."""
-    return any(inputs(*_ends(intervals)))
-
-
 def captured_decide(intervals: tuple[TileInterval, ...]) -> bool:
-    """Whether it hangs on captured tensors, as it does of documents; run-time numbers move a mask, or set its width."""
+    """Whether captured tensors say what is visited, as documents do; run-time numbers move a mask, or set its width."""
     return bool(captures(*_ends(intervals)))
 
 
