@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from ...analysis.captured_gradient import Pattern as Sums
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.compiling import tuned
@@ -22,13 +21,11 @@ from ..fused.planning.tables import Table, all_of, file_of, first, row_of, table
 from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, fitting
-from ..fused.tiles.traits import sums_by
 from .backward_tiling import FILE, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 from .tiling import ROWS
 
 KEYS = 128  # of a tile
 AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to those of the tile behind it
-IN_ORDER_AT_A_DOCUMENT = 16  # query heads, in a fixed order: fewer tiles of one head wait for each other
 Blocks = Literal["a block a tile", "blocks stay", "a block a tile, clears"]  # dQ, beside its first query tiles
 HeadsOf = tuple[int, int | None]  # query heads of a piece, 0: all; key/value heads together, None: as L2 holds
 
@@ -110,7 +107,7 @@ class BackwardFacts(Facts):
     """Facts of a backward; `group_bytes`: what the queries of a key/value head read and add to."""
 
     more: ClassVar[Finders] = {
-        "by_distance": lambda f: sums_by(f.program, Sums.DISTANCE),
+        **Facts.more,
         "group_bytes": lambda f: f.problem.group * f.problem.q_len * (2 * (f.d + f.dv) + 4 * f.d),
     }
 
@@ -204,10 +201,6 @@ def _power_of_two(number: float) -> int:
 RULES: dict[str, Callable[..., HeadsOf]] = {
     "so many": lambda facts, together: (0, together),
     "one round": lambda facts: (0, max(1, round(facts.target.sms / _tiles(facts.problem)))),
-    "whole": lambda facts: (
-        0,
-        IN_ORDER_AT_A_DOCUMENT * 128 // max(64, facts.problem.head_dim, facts.problem.head_dim_v),
-    ),
     "documents": _documents,
     "many": _many,
 }

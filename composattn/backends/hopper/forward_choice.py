@@ -125,11 +125,11 @@ class ForwardFacts(Facts):
     """
 
     more: ClassVar[Finders] = {
+        **Facts.more,
         "heads": lambda f: sharing_heads(f.problem, f.program, ROWS) if f.packs else 1,
         "keys": lambda f: keys(f.problem),
         "head_bytes": lambda f: 2 * f.keys * sum(f.dims),
         "of_bytes": lambda f: f.problem.narrow is not None,
-        "scored": lambda f: f.program.score is not None,
         "at_pairs": lambda f: bytes_at_pairs(f.program.score),
         "mask_reads": lambda f: reads_any(f.program.mask),
         "opaque": lambda f: has_opaque_test(f.program),
