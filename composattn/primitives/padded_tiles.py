@@ -46,6 +46,12 @@ def statistics_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, til
     return cute.make_tensor(workspace.iterator + first, layout)
 
 
+def flags_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int, numbers: Any) -> cute.Tensor:
+    """int32 (`numbers`,) behind those statistics: of `cleared_of` or `claims_of`, then of `written_of`."""
+    start = cute.recast_ptr(_behind_statistics(workspace, first, dq_accum, tile), dtype=Int32)
+    return cute.make_tensor(start, cute.make_layout(numbers))
+
+
 def cleared_of(workspace: cute.Tensor, first: int, dq_accum: cute.Tensor, tile: int) -> cute.Tensor:
     """int32 (B, H), how many tiles of dQ have been cleared: behind those statistics."""
     entries, heads, _, _ = dq_accum.shape

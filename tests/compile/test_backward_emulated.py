@@ -197,7 +197,7 @@ def test_nobody_adds_to_dq_before_it_is_clear(case: str, mode: Mode, folder: Pat
 def test_counters_that_nobody_has_set_are_found(
     tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess, "_clear_of_head", lambda *_: None)
+    monkeypatch.setattr(preprocess, "_clear_share", lambda *_: None)
     with pytest.raises(UninitialisedGlobal, match="a count that nobody has set"):
         check_shared("clearing-d64", tmp_path, generator)
 

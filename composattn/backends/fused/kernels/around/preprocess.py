@@ -8,14 +8,7 @@ from .....analysis.strips import parts_of
 from .....primitives.branches import store_if
 from .....primitives.delta import row_statistics
 from .....primitives.exponential import exp2
-from .....primitives.padded_tiles import (
-    PaddedTiles,
-    claims_of,
-    cleared_of,
-    counter_of,
-    statistics_of,
-    written_of,
-)
+from .....primitives.padded_tiles import PaddedTiles, counter_of, flags_of, statistics_of
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
 from .....primitives.row_products import RowLanes
@@ -33,8 +26,8 @@ THREADS = 512
 class Preprocess(Kernel):
     """A block per query tile: D = rowsum(dO·O) - dLSE and log2(e)·LSE of its rows, zeros for its dQ, or for its flags.
 
-    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it. Where
-    strips share keys, each block clears a share of what says which of them have written (`strip_sums`).
+    Neighbouring threads share a row, see `RowLanes`. Where sinks get a gradient, blocks leave shares of it. Each block
+    clears a share of the flags: what has been cleared or claimed of dQ, which strips have written (`strip_sums`).
     """
 
     arguments = PreprocessArguments
@@ -51,36 +44,31 @@ class Preprocess(Kernel):
             out, dout = [permuted(t, 1, 0, 2) for t in (out, dout)]
         statistics = statistics_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m)
         counter = counter_of(given.workspace)
-        tile_m = self.tiling.tile_m
-        flags, parts = (given.workspace, COUNTER, dq_accum, tile_m), self.tiling.claimed_parts
-        cleared = cleared_of(*flags) if self.tiling.clears else None
-        claims = claims_of(*flags, parts) if parts else None
         sinks = SinkSums.of(self.plan, given)
-        written = None
+        entries, heads, tiles, _ = dq_accum.shape
+        numbers = entries * heads * self.tiling.flags(tiles)
         if const_expr(given.keys is not None):
             _, keys = rows_of(self.plan.layout, given.out, given.keys, given.sequences)
-            parts, of_queries = parts_of(keys.length, self.tiling.tile_n), self.tiling.flags(dq_accum.shape[2])
-            written = written_of(*flags, of_queries, parts, given.keys.shape[1])
-        filled = statistics, dq_accum, counter, (cleared, claims, written)
+            numbers = numbers + 2 * entries * given.keys.shape[1] * parts_of(keys.length, self.tiling.tile_n)
+        flags = None
+        if const_expr(self.tiling.clears or self.tiling.claimed_parts or given.keys is not None):
+            flags = flags_of(given.workspace, COUNTER, dq_accum, self.tiling.tile_m, numbers)
+        filled = statistics, dq_accum, counter, flags
         self.kernel(out, dout, given.lse, given.dlse, *filled, queries, work, sinks).launch(
             grid=QueryBlocks(dq_accum, work, self.plan.in_one_row).grid, block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, out, dout, lse, dlse, statistics, dq_accum, counter, flags, queries, work, sinks):
-        cleared, claims, written = flags
         blocks = QueryBlocks(dq_accum, work, self.plan.in_one_row)
         let_next_begin(self.plan.target)  # the main kernel's blocks start as these end
         if const_expr(self.tiling.persistent):
             store_if((cute.arch.thread_idx()[0] == 0) & _is_first(blocks), counter, 0, Int32(0))
-        if const_expr(cleared is not None):
-            _clear_of_head(cleared, blocks, self.plan.has_segments)
+        if const_expr(self.tiling.clears):
             handed_out = cute.make_tensor(counter.iterator + 1, cute.make_layout(1))
             store_if((cute.arch.thread_idx()[0] == 0) & _is_first(blocks), handed_out, 0, Int32(0))
-        if const_expr(claims is not None):
-            _clear_of_tile(claims, blocks)
-        if const_expr(written is not None):
-            _clear_share(written, blocks)
+        if const_expr(flags is not None):
+            _clear_share(flags, blocks)
         tile, head, b = blocks.tile()
         sink = None if sinks is None else sinks.of_rows(blocks, head, b)
         share = Float32(0.0)
@@ -138,35 +126,13 @@ def _is_first(blocks: QueryBlocks) -> Boolean:
 
 
 @cute.jit
-def _clear_of_head(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks], in_segments: cutlass.Constexpr[bool]):
-    """That no tile of a head is cleared yet, or complete; of segments a block for each sequence says so."""
-    x, head, entry = blocks.place()
-    does = x == 0
-    if const_expr(in_segments):
-        entry, does = x, x < flags.shape[0]
-    if does & (cute.arch.thread_idx()[0] == 0):
-        flags[entry, head] = Int32(0)
-
-
-@cute.jit
-def _clear_of_tile(claims: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
-    """That nobody was at a tile of dQ yet."""
-    tile, head, entry = blocks.place()
-    thread = cute.arch.thread_idx()[0]
-    if thread < claims.shape[3]:
-        claims[entry, head, tile, thread] = Int32(0)
-
-
-@cute.jit
 def _clear_share(flags: cute.Tensor, blocks: cutlass.Constexpr[QueryBlocks]):
     """A block's share of numbers that lie side by side."""
     (x, y, z), place = blocks.counts(), blocks.place()
     number, count = place[0] + x * (place[1] + y * place[2]), x * y * z
-    every = cute.size(flags)
-    row = cute.make_tensor(flags.iterator, cute.make_layout(every))
     first = number * THREADS + cute.arch.thread_idx()[0]
-    for i in cutlass.range(first, every, count * THREADS, unroll=1):
-        row[i] = Int32(0)
+    for i in cutlass.range(first, cute.size(flags), count * THREADS, unroll=1):
+        flags[i] = Int32(0)
 
 
 @cute.jit
