@@ -417,7 +417,7 @@ def softmax_scale(scale: float | None, head_dim: int) -> float:
         raise errors.InvalidScale(f"scale is an integer of {scale.bit_length()} bits, larger than any float")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise errors.InvalidScale(
-            f"scale is a {type(scale).__name__}; pass a Python number, or a learned scale as mods.scores.temperature"
+            f"scale is a {type(scale).__name__}; pass a Python number; a learned one is composattn.mods.temperature"
         )
     if not math.isfinite(scale):
         raise errors.InvalidScale(f"scale is {scale}; it must be finite")

@@ -77,7 +77,9 @@ def sliding_window(window: Window, align: str = "top_left") -> Mask:
 
     Raises: `InvalidModArgument` for a negative or non-integer width, or another `align`.
     """
-    left, right = window if isinstance(window, tuple) and len(window) == 2 else (window, None)
+    if isinstance(window, list) or (isinstance(window, tuple) and len(window) != 2):
+        raise InvalidModArgument(f"window must be left, or a tuple (left, right), got {window!r:.40}")
+    left, right = window if isinstance(window, tuple) else (window, None)
     if left is None and right is None:
         raise InvalidModArgument("a window needs at least one end; give left, or (left, right)")
     before = None if left is None else count_at(left, "window (its left)", "H")
@@ -283,7 +285,7 @@ def padding(lengths: torch.Tensor, q_lengths: torch.Tensor | None = None) -> Mas
         real = tensor(lengths, "lengths", "bool", ("B", "Skv"))
         keys = Mask.of(lambda b, h, q, kv: real[b, kv], name="padding")
     else:
-        of_kv = tensor(lengths, "lengths", "integer", ("B",))
+        of_kv = tensor(lengths, "lengths (or bools (B, Skv), True at real tokens)", "integer", ("B",))
         keys = Mask.of(lambda b, h, q, kv: kv < of_kv[b], name="padding")
     if q_lengths is None:
         return keys

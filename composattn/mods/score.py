@@ -106,7 +106,7 @@ class Score(Mod):
     def _no_arithmetic(self, *other: Any) -> Any:
         raise errors.WrongComposition(
             "score mods join with >> (then) and + (both changes); to multiply or divide the score, put "
-            "mods.scores.temperature(t) or `lambda score, b, h, q, kv: score * x` after >>"
+            "composattn.mods.temperature(t) or `lambda score, b, h, q, kv: score * x` after >>"
         )
 
     __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _no_arithmetic
@@ -127,7 +127,7 @@ def _operand(side: Any, sign: str) -> Score:
     if isinstance(side, (int, float)) or not callable(side):
         raise errors.WrongComposition(
             f"{sign} joins score mods, got {type(side).__name__}; a constant shift leaves the softmax unchanged, "
-            "a factor is mods.scores.temperature"
+            "a factor is composattn.mods.temperature"
         )
     if not isinstance(side, Mask) and arity(side) == 4:
         raise errors.WrongComposition(f"{sign} joins score mods, got a mask; pass it as mask_mod=")

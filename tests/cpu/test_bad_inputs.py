@@ -292,6 +292,11 @@ def test_what_else_would_be_taken_is_said() -> None:
         masks.sliding_window(2.5)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidModArgument, match=r"window \(its left\) must be at least 0, got -3"):
         masks.sliding_window(-3)
+    for window in ((1, 2, 3), [4, 0]):
+        with pytest.raises(errors.InvalidModArgument, match=r"left, or a tuple \(left, right\), got [\(\[]"):
+            masks.sliding_window(window)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidModArgument, match=r"or bools \(B, Skv\), True .*, got \(2, 4\)"):
+        masks.padding(torch.ones(2, 4, dtype=torch.int64))  # a tokenizer's mask
     with pytest.raises(errors.UnindexedTensor, match=r"an index is missing: tensor\[q_idx, kv_idx\]"):
         ca.score(lambda s, b, h, q, kv: s + table[q])
 
