@@ -27,6 +27,10 @@ def power_of_two(*shape: int) -> torch.Tensor:
     return 2.0 ** torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(1))
 
 
+def negated(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score * -0.5
+
+
 def of_bytes(case: Case, kind: torch.dtype = E4M3, k_scale: Any = None, v_scale: Any = None) -> Case:
     """The case with k and v of 8 bits; what pages hold beyond a sequence stays NaN."""
     k, v = (x.float().to(kind) for x in (case.k, case.v))
@@ -66,6 +70,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "many rows of a key, scales of rows": lambda: (dense(70, 128, of=many, scales=((2, 1, n, 1),) * 2), {}),
         "alibi, D 96": lambda: (dense(n, 96, score_mod=alibi(4), mask_mod=causal()), {}),
         "a soft cap, D 192 and 128": lambda: (dense(n, 192, E5M2, v_dim=128, score_mod=softcap(5.0)), {}),
+        "scales, and a factor below 0": lambda: (dense(n, 64, scales=((2, 2),) * 2, score_mod=negated), {}),
         "a window, D 64": lambda: (dense(n, 64, mask_mod=causal() & sliding_window(100)), {}),
         "documents, D 128": lambda: (dense(n, 128, mask_mod=document(of_seventy()) & causal()), {}),
         "blocks that stay": lambda: (dense(n, 128, mask_mod=causal()), {"schedule": Schedule(persistent=True)}),
@@ -110,13 +115,21 @@ def _forget_plans() -> None:
 
 
 def both(case: Case, backend: str, **options: Any) -> tuple[Any, Any]:
-    """(out, lse) of the case, and of the same kernel on its bytes as 16-bit numbers, by scales as score mods."""
-    k, v = case.k.to(case.q.dtype), ca.Quantized(case.v, case.scales[2]).dequantised(case.q.dtype)
+    """(out, lse) of the case, and of the same kernel on 16-bit numbers.
+
+    These are what is dequantised where k has a scale of each head, which are powers of two; else its bytes, by scales
+    as score mods.
+    """
+    k_scale = case.scales[1]
+    of_heads = not isinstance(k_scale, torch.Tensor) or k_scale.ndim < 3
+    k = ca.Quantized(case.k, k_scale if of_heads else None).dequantised(case.q.dtype)
+    v = ca.Quantized(case.v, case.scales[2]).dequantised(case.q.dtype)
+    of_16_bits = case.score_mod if of_heads else case.wide.score_mod
     given = {"varlen": case.varlen, "paged": case.paged, "return_lse": True}
     with tiles_of_bytes():
         attend, again = (
             ca.Attention(score_mod=score, mask_mod=case.mask_mod, backend=backend, **options)
-            for score in (case.score_mod, case.wide.score_mod)
+            for score in (case.score_mod, of_16_bits)
         )
         found = attend(case.q, case.k, case.v, k_scale=case.scales[1], v_scale=case.scales[2], **given)
         return found, again(case.q, k, v, **given)

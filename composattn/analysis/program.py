@@ -9,6 +9,7 @@ from typing import Any
 from ..graph.among import without_counts
 from ..graph.balanced import balanced
 from ..graph.expr import Capture, Expr, const, inputs, score
+from ..graph.factors import scales_of
 from ..graph.titles import name_of, shortened
 from .bands import EVERY_QUERY, EVERYTHING, TileInterval, ends_of, row_limits, tile_intervals, transposed
 from .row_limits import RowLimits
@@ -67,9 +68,18 @@ class Program:
         """What a gradient with a known LSE computes: the sink is in it."""
         if self.sink is None:
             return self
-        found = Program(self.score, self.mask, keep=self.keep, values=self.values)
-        found.__dict__["intervals"] = self.intervals
-        return found
+        return self._with_intervals(Program(self.score, self.mask, keep=self.keep, values=self.values))
+
+    @cached_property
+    def unscaled(self) -> Program:
+        """What is left where scales of heads are the softmax's: by it tiles are chosen."""
+        rest, scales = scales_of(self.score, None, 0, lambda node: node.rate)
+        return self._with_intervals(Program(rest, *self.mods[1:])) if scales.heads else self
+
+    def _with_intervals(self, other: Program) -> Program:
+        """`other`, which has the same mask."""
+        other.__dict__["intervals"] = self.intervals
+        return other
 
     @cached_property
     def intervals(self) -> tuple[TileInterval, ...]:

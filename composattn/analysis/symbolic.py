@@ -250,7 +250,7 @@ def _infix(node: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
 def _stands_for(node: Expr) -> int | None:
     """The argument that a reader takes a node for: casts that keep the number, bounds that keep reads inside."""
     op = node.op
-    if op == "cast_float" or (op == "cast_int64" and node.args[0].dtype.is_integer):
+    if op in ("cast_float", "scale") or (op == "cast_int64" and node.args[0].dtype.is_integer):
         return 0
     if op == "cast_int32" and _is_clamp(node.args[0]):  # `linear.finish`
         return 0

@@ -75,9 +75,7 @@ def in_eight_bits(
     queries = q.data
     check_ranks(queries, k.data, v.data, *where)
     of_q, of_k, of_v = rows_of(queries, k.data, v.data, *where)
-    # both are there beside a mod, so that no factor of the user's own, which may be negative, is taken for one of them
-    both = multiplies is not None and score_mod is not None and queries.dtype in EIGHT_BITS
-    before, behind = _factor(of_k, k, both), _factor(of_q, q, both)
+    before, behind = _factor(of_k, k), _factor(of_q, q)
     shift = None
     if k.mean is not None and (sums_are_seen or _bends(score_mod)) and not surely(queries.numel() == 0):
         shift = of_q, softmax_scale(scale, queries.shape[-1]) * _times_mean(queries.to(dtype), k.mean, k.data.shape[1])
@@ -140,10 +138,9 @@ def _quantized(name: str, given: Any, scale: Any) -> Quantized:
     return Quantized(given, _number(name, scale, given))
 
 
-def _factor(rows: Rows, given: Quantized, always: bool) -> list[Scale]:
-    """What scores are multiplied by for q or k: its scale, or nothing where it has none, or 1 where one is `always`."""
-    scale = _number(rows.name, 1.0, given.data) if always and given.scale is None else given.scale
-    return [] if scale is None else [(rows, scale)]
+def _factor(rows: Rows, given: Quantized) -> list[Scale]:
+    """What scores are multiplied by for q or k: its scale, or nothing where it has none."""
+    return [] if given.scale is None else [(rows, given.scale)]
 
 
 def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:

@@ -90,12 +90,12 @@ def scaled_scores(before: Sequence[Scale], shift: Scale | None, behind: Sequence
     form = _Form()
     result = "'score'"
     for rows, scale in before:
-        result = form.step("mul", "None", result, form.read(rows, scale, _fitting(rows, scale)))
+        result = form.scaled(result, rows, scale)
     if shift is not None:
         rows, of_rows = shift
         result = form.step("add", "None", result, form.read(rows, of_rows, rows.own))
     for rows, scale in behind:
-        result = form.step("mul", "None", result, form.read(rows, scale, _fitting(rows, scale)))
+        result = form.scaled(result, rows, scale)
     return Score.formed(form.text(result), tuple(form.leaves), "scales")
 
 
@@ -174,6 +174,11 @@ class _Form:
         """The entry of `scale` that belongs to a pair."""
         where = [self.place(rows, what, n) for what, n in sizes]
         return self.step("read", self.leaf(scale), *where)
+
+    def scaled(self, value: str, rows: Rows, scale: torch.Tensor) -> str:
+        """`value` times the entry of `scale`, which kernels know not to be negative."""
+        factor = self.step("scale", "None", self.read(rows, scale, _fitting(rows, scale)))
+        return self.step("mul", "None", value, factor)
 
     def place(self, rows: Rows, what: str, n: int) -> str:
         """Where along a dimension that counts `what`, `n` of them."""

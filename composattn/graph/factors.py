@@ -1,12 +1,11 @@
 """What a score mod multiplies the score by before all else, as scales of 8-bit tensors do, by how often it changes.
 
-Scales are not negative, and a softmax takes no others. What a user's own score mod multiplies by may be: it comes
-behind the scales of k and of q, and is none.
+Scales are not negative, and a softmax takes no others. What a user's own score mod multiplies by may be: operations
+"scale" say which factors are scales.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -40,20 +39,20 @@ class Scales(NamedTuple):
 
 
 RUNS = (128, 64, 32)  # keys: of fewer, each key has numbers of its own
-MOST = 2  # factors of a score: the scales of k and of q, both of which a call with a score mod has
 
 
 def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) -> tuple[Expr | None, Scales]:
     """(what else the score mod `node` does, None: nothing; its factors and those of `values`, in tiles of such keys).
 
-    `rate`: how often a node has to be computed. Nothing that changes with each pair is a factor here, nor is anything
-    behind the first two.
+    `rate`: how often a node has to be computed. Nothing that changes with each pair is a factor here; in tiles of 0
+    keys, nothing that changes within a head.
     """
-    rest, factors = (None, ()) if node is None else split_factors(node, lambda y: rate(y) is not Rate.ELEMENT)
+    folds = set(Rate) - {Rate.ELEMENT} if tile_n else {Rate.CONSTANT, Rate.HEAD}
+    rest, factors = (None, ()) if node is None else split_factors(node, lambda y: rate(y) in folds)
     found: dict[Rate, list[Expr]] = defaultdict(list)
     for factor in factors:
         found[rate(factor)].append(factor)
-    of_values = values if values is not None and values.deps & Dep.KV else None
+    of_values = values if tile_n and values is not None and values.deps & Dep.KV else None
     runs = found[Rate.COLUMN]
     nodes = [*runs, *filter(None, [of_values])]
     constant = (n for n in RUNS if tile_n % n == 0 and all(in_blocks(x, Dep.KV, n, {}) for x in nodes))
@@ -64,13 +63,13 @@ def scales_of(node: Expr | None, values: Expr | None, tile_n: int, rate: Rates) 
 
 
 def split_factors(node: Expr, is_known: Callable[[Expr], bool]) -> tuple[Expr, tuple[Expr, ...]]:
-    """(`rest`, up to `MOST` factors): `node` is `rest` of the score times these, each of which `is_known`.
+    """(`rest`, factors): `node` is `rest` of the score times these, each a scale that `is_known`.
 
     Nobody sees the score with fewer of them.
     """
     scaled, factors = score(), list[Expr]()
-    for product, factor in itertools.islice(products(node), MOST):
-        if product.op != "mul" or factor.deps & Dep.SCORE or not is_known(factor):
+    for product, factor in products(node):
+        if factor.op != "scale" or not is_known(factor):
             break
         factors.append(factor)
         scaled = product

@@ -145,6 +145,7 @@ _BY_ARITY: dict[int, list[Op]] = {
         Op("isinf", torch.isinf, _bool, _zero),
         Op("among", lambda x: x, _same, _zero, lambda x: x),  # see `graph.among`; no kernel meets it
         Op("whole", lambda x: x, _float, lambda o, x: (const(1.0),), lambda x: x),  # as it stands: nothing taken apart
+        Op("scale", lambda x: x, _float, lambda o, x: (const(1.0),), lambda x: x),  # of 8 bits, not negative
         # functions of floats
         Op("exp", torch.exp, _float, lambda o, x: (o,), S.exp),
         Op("exp2", torch.exp2, _float, lambda o, x: (f("mul", o, _LN2),), lambda x: S.Integer(2) ** x),

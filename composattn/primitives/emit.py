@@ -466,7 +466,7 @@ class Mods:
     The kernel receives tensors in the order of `captured`, by default the program's, run-time numbers in the program's.
     `positive_scale`: whether the user's softmax scale is above 0, so that it can stay folded into the exponent.
     `of_one_head`: whether a thread's rows are. `arithmetic`: how a thread that has one row computes it. `steepest`: see
-    `steepest_tanh`. `folds`: keys of a tile whose scales, of scores and of V, are the softmax's; 0: none are.
+    `steepest_tanh`. `folds`: keys of a tile whose scales, of scores and of V, are the softmax's; 0: of heads alone.
     """
 
     def __init__(
@@ -476,12 +476,14 @@ class Mods:
         of_one_head: bool = True,
         captured: tuple[Any, ...] | None = None,
         arithmetic: Arithmetic = ONE_BY_ONE,
-        folds: int = 0,
+        folds: int | None = None,
     ) -> None:
         self.score, self.mask, self.sink, self.keep, self.values = program.mods
         self.scales: Scales | None = None
-        if folds:
-            self.score, self.scales = scales_of(self.score, self.values, folds, lambda node: rate(node, of_one_head))
+        if folds is not None:
+            rest, scales = scales_of(self.score, self.values, folds, lambda node: rate(node, of_one_head))
+            if folds or scales.heads:
+                self.score, self.scales = rest, scales
         self.arithmetic = arithmetic
         self.bounds, self.limits = program.intervals, program.limits
         self.positive_scale = positive_scale
@@ -613,7 +615,7 @@ class BoundMods(Fixed):
         values = self.mods.values
         if self.scales is not None:
             ahead[SCALES] = ReadScales()  # what there is of tiles lies in shared memory
-        elif values is not None and values.deps & Dep.KV:
+        if values is not None and values.deps & Dep.KV and (self.scales is None or self.scales.scales.values is None):
             places = itertools.product(range(tile.rows), range(tile.columns))
             ahead[VALUES] = {rc: Float32(convert(at.value(values, *rc), DType.FLOAT)) for rc in places}
         return ahead

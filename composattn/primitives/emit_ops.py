@@ -161,6 +161,7 @@ CUTE: dict[str, Callable[..., Any]] = {
     "pow": _power,
     "neg": lambda x: -x,
     "whole": lambda x: x,
+    "scale": lambda x: x,
     "abs": _abs,
     "sign": _sign,
     "relu": lambda x: choose(x <= 0, type(x)(0), x),  # of -0.0 it is 0.0, as torch's on a GPU

@@ -12,9 +12,13 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn import errors
+from composattn.analysis.program import Program
+from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.dequantise import dequantised
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.tiles.target import HOPPER as TARGET
+from composattn.call.problem import Problem
+from composattn.call.scales import rows_of, scaled_scores
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods import causal
 from composattn.testing import check
@@ -111,6 +115,21 @@ def test_scales_behind_the_last_key_of_a_page_may_hold_anything() -> None:
         for backend in (HOPPER, "streaming"):
             out = ca.attention(q.bfloat16(), *cache, paged=paged, backend=backend)
             assert (out - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
+def test_scales_of_heads_take_the_tiles_of_none() -> None:
+    sizes = 1, 32, 8, 8192, 8192, 128, 128
+    problem = Problem(*sizes, torch.bfloat16, torch.device("cpu"), narrow=(torch.bfloat16, E4M3, E4M3))
+    of_keys = rows_of(*(torch.empty(1, h, 8192, 128, device="meta") for h in (32, 8, 8)), None, None)[1]
+    scores = (scaled_scores([(of_keys, torch.ones(shape))], None, []) for shape in ((1, 8), (1, 8, 8192)))
+    mods = [None, *(score.expr for score in scores if score is not None)]
+    none, of_heads, of_rows = (plan_forward(problem, Program(mod, causal().expr), TARGET).tiling for mod in mods)
+    assert none == of_heads != of_rows
+
+
+def test_a_negative_scale_of_k_is_seen_by_all() -> None:
+    q, k = torch.randn(1, 2, 3, 64).bfloat16(), torch.randn(1, 2, 70, 64).to(E4M3)
+    assert ca.attention(q, k, k, k_scale=torch.tensor(-1.0), backend=HOPPER).isnan().all()
 
 
 def test_a_plan_says_what_comes_as_bytes() -> None:

@@ -167,9 +167,9 @@ def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen
     """Tiles of the forward kernel."""
     if problem.types.q in EIGHT_BITS:
         return choose_fp8(problem, program, target)
-    call = forward_class(problem, program, target)
+    call = forward_class(problem, program.unscaled, target)
     row, others = row_of(TABLE, call), (form for form in FORMS if serves(form, call))
-    facts = ForwardFacts(problem, program, target, call)
+    facts = ForwardFacts(problem, program.unscaled, target, call)
     said = f"form: {row.says}; {row.evidence}"
     return tuned.chosen(facts, row.says, others, said, lambda form: tiling_of_form(form, facts))
 

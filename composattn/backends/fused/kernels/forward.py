@@ -37,7 +37,7 @@ class Forward(Kernel, Generic[AnyForwardTiling]):
     rows: int  # of queries that one copy brings, as one product takes them
     threads: int  # of a block
     blocks = 1  # on an SM at once
-    folds_scales = False  # whether scales of scores and of V are the softmax's, see `Mods`
+    folds_scales = False  # whether scales of keys are the softmax's too, as those of heads are, see `Mods`
     keeps_shared_base = True  # in a register from one end of the kernel to the other, not a constant where it is used
     dtype: Any  # of q
     out_dtype: Any  # of output rows in shared memory, of which parts of a split have none
