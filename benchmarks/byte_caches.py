@@ -5,7 +5,8 @@
 
 A row is named by a regular expression. Calls of few queries are replays of CUDA graphs, and their caches are changed
 from call to call, so that none finds its keys in L2. A variant is fields of the 8-bit call's tiling, see `tilings.py`,
-or `many`: of how many rows of queries on k and v are made 16-bit tensors before the kernel.
+or `many`: of how many rows of queries on k and v are made 16-bit tensors before the kernel. `--bounds`: beside them
+what reads the same bytes and computes nothing, and a GEMM of as many operations, see `cache_reads`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 import composattn as ca
+from benchmarks.cache_reads import products, reads
 from benchmarks.provenance import provenance
 from benchmarks.run import Row, save
 from benchmarks.tilings import changes_of, planning_with
@@ -36,6 +38,7 @@ from composattn.mods import causal
 
 dequantised: Any = importlib.import_module("composattn.backends.fused.rewrites.dequantised")  # a function has its name
 KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+PRODUCTS_COUNT = 16  # rows of each key: of fewer, products take a few per cent of the time
 L2 = 64 << 20  # bytes that a round of caches is larger than
 
 
@@ -169,19 +172,36 @@ def row(shape: Shape, variants: list[str], device: torch.device, options: argpar
             errors[name] = error(shape, out, *wide[0])
             calls: list[Call] = [functools.partial(attention, *t, **more) for t in tensors]
             found[name] = captured(in_turns(calls)) if shape.decodes else in_turns(calls)
+    if options.bounds:
+        found |= bounds(shape, {"16 bits": wide, "8 bits": given}, device)
     times = interleaved(found, Stopwatch(device), rounds=options.rounds, sample_ms=options.sample_ms)
     rows: list[Row] = []
     for name, timing in times.items():
         ms = timing.ms / copies
-        told = {"row": str(shape), "impl": name, "ms": ms, "spread": timing.spread, "error": errors[name]}
+        told = {"row": str(shape), "impl": name, "ms": ms, "spread": timing.spread, "error": errors.get(name)}
         told["of_16_bits"] = timing.ms / times["16 bits"].ms
-        told["bytes_per_s"] = size / (1 if name == "16 bits" else 2) / ms * 1e3
+        told["bytes_per_s"] = size / (1 if "16 bits" in name else 2) / ms * 1e3
         rows.append(told)
-        print(
-            f"{told['row']:60} {name:44} {ms * 1e3:9.1f} us  {told['of_16_bits']:.3f}  error {errors[name]:.1e}",
-            flush=True,
-        )
+        of_error = f"  error {errors[name]:.1e}" if name in errors else ""
+        print(f"{told['row']:60} {name:44} {ms * 1e3:9.1f} us  {told['of_16_bits']:.3f}{of_error}", flush=True)
     return rows
+
+
+def bounds(shape: Shape, drawn: dict[str, list[Any]], device: torch.device) -> dict[str, Call]:
+    """Calls that do a part of what ours do: all reads of each cache, or as many products."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    found: dict[str, Call] = {}
+    for name, copies in drawn.items():
+        for end in (False, True):
+            forms = [reads(k, v, sms, then_nothing=end) for _, k, v in copies]
+            for form in forms[0]:
+                text = f"read of {name}, {form}" + ", then nothing" * end
+                found[text] = captured(in_turns([each[form] for each in forms]))
+    if shape.heads[0] // shape.heads[1] >= PRODUCTS_COUNT:
+        pairs = shape.batch * shape.heads[0] * shape.q_len * shape.kv_len
+        product = products(2 * pairs * sum(shape.dims), device)
+        found["products"] = captured(in_turns([product] * len(drawn["16 bits"])))
+    return found
 
 
 def compiled(shape: Shape) -> None:
@@ -201,6 +221,7 @@ def main() -> None:
     parser.add_argument("--variant", dest="variants", nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--sample-ms", type=float, default=4.0)
+    parser.add_argument("--bounds", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

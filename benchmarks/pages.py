@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import context_parallel_report
+from benchmarks import byte_bounds, context_parallel_report
 from benchmarks.claims import headline, sweeps, why
 from benchmarks.report import (
     NOTHING,
@@ -26,6 +26,7 @@ README = ROOT / "README.md"
 GALLERY = ROOT / "docs" / "gallery.md"
 MORE = ROOT / "docs" / "more.md"
 PARALLEL = ROOT / "docs" / "parallel.md"
+EIGHT_BITS = ROOT / "docs" / "eight_bits.md"
 
 
 def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]:
@@ -43,6 +44,7 @@ def pages(results: list[Result], plots: dict[str, list[str]]) -> dict[Path, str]
         GALLERY: with_speeds(GALLERY.read_text(), results),
         MORE: between(MORE.read_text(), newest("planning", results), "planning"),
         PARALLEL: between(PARALLEL.read_text(), context_parallel_report.all_kept(), "results"),
+        EIGHT_BITS: between(EIGHT_BITS.read_text(), byte_bounds.table(), "bounds"),
     }
 
 
