@@ -31,6 +31,6 @@ def _line(name: str, times: dict[str, float]) -> list[str]:
 
 
 def _time(times: dict[str, float], bits: str, end: bool | None) -> float:
-    """Of the call (`end` None), or the fastest of its reads, with a kernel behind them or none."""
+    """µs that a call takes (`end` None), or the fastest read of its bytes, with a kernel behind it if `end`."""
     found = (t for n, t in times.items() if n.startswith(f"read of {bits},") and n.endswith("nothing") is end)
     return times[bits] if end is None else min(found)

@@ -58,6 +58,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
     last, packed = {"mask_mod": causal("bottom_right")}, (n // 2, 0, 33)
     return {
         "one query, D 128": lambda: (dense(1, 128, scales=((2, 2), (2, 2))), {}),
+        "one tile of keys": lambda: (of_bytes(make_case(5, batch=3, q_len=1, kv_len=60, dim=128, **bf16)), {}),
         "one query, D 64, e5m2, scales of rows": lambda: (dense(1, 64, E5M2, scales=((2, 2, n, 1),) * 2), {}),
         "one query, fp16, scales of channels": lambda: (dense(1, 128, of=fp16, scales=((), (2, 2, 1, 128))), {}),
         "parts of kv, fp16, e5m2": lambda: (dense(3, 128, E5M2, fp16, **last), {"schedule": Schedule(split_kv=3)}),
@@ -70,7 +71,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "many rows of a key, scales of rows": lambda: (dense(70, 128, of=many, scales=((2, 1, n, 1),) * 2), {}),
         "alibi, D 96": lambda: (dense(n, 96, score_mod=alibi(4), mask_mod=causal()), {}),
         "a soft cap, D 192 and 128": lambda: (dense(n, 192, E5M2, v_dim=128, score_mod=softcap(5.0)), {}),
-        "scales, and a factor below 0": lambda: (dense(n, 64, scales=((2, 2),) * 2, score_mod=negated), {}),
+        "scales, and a factor below 0": lambda: (dense(40, 64, scales=((2, 2),) * 2, score_mod=negated), {}),
         "a window, D 64": lambda: (dense(n, 64, mask_mod=causal() & sliding_window(100)), {}),
         "documents, D 128": lambda: (dense(n, 128, mask_mod=document(of_seventy()) & causal()), {}),
         "blocks that stay": lambda: (dense(n, 128, mask_mod=causal()), {"schedule": Schedule(persistent=True)}),

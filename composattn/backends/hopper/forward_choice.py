@@ -301,9 +301,9 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
     stage = 2 * cut.keys * (d + dv)
     most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
     if facts.of_bytes:  # two stages that are multiplied; what is on its way are bytes
-        room_of_bytes = (room - 2 * stage) * cut.parts // (cut.keys * (d + dv))
-        most, of_bytes["byte_stages"], of_bytes["parts"] = 2, min(most * cut.parts, room_of_bytes), cut.parts
-        of_bytes["scales_queries"] = cut.in_fp16 and problem.types.q is torch.bfloat16
+        of_bytes["byte_stages"] = min(most * cut.parts, (2 * room - 4 * stage) * cut.parts // stage)
+        of_bytes["parts"], of_bytes["scales_queries"] = cut.parts, cut.in_fp16 and problem.types.q is torch.bfloat16
+        most = min(2, most)
     # of packed sequences tensors say how many rows there are
     eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
     return facts.tiling(

@@ -91,8 +91,9 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
     reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
     kept = first(KEPT, None, reads=any(reads), by_key=scales.by_key > 0, scored=rest is not None)
-    form = row_of(FORMS, None, d=d, dv=dv, mods_keep=kept)
+    form = row_of(FORMS, None, d=d, dv=dv, mods_keep=kept, masked=program.mask is not None, runs=scales.keys)
     heads = packed_heads(problem, program, ROWS)
+    rounds = query_tiles(problem, heads, form.says["tile_m"]) * problem.batch / target.sms
     tiling = Fp8Tiling(
         **form.says,
         d=d,
@@ -101,12 +102,8 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
         packed_heads=heads,
         threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
         stages=2,
-    )
-    rounds = query_tiles(problem, heads, tiling.tile_m) * problem.batch / target.sms
-    tiling = dataclasses.replace(
-        tiling,
         scheduler=first(SCHEDULERS, problem.schedule, rounds=rounds),
-        pieces=tiling.pieces if dv // tiling.pieces % 8 == 0 else 1,
-        numbers=12 * tiling.tile_n * scales.by_key,
+        numbers=12 * form.says["tile_n"] * scales.by_key,
     )
+    tiling = dataclasses.replace(tiling, pieces=tiling.pieces if dv // tiling.pieces % 8 == 0 else 1)
     return Chosen(tiling, f"q, k and v of 8 bits, in registers beside products: {kept}; {form.evidence.why}")

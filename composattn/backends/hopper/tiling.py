@@ -178,7 +178,7 @@ class ByteTiling(HopperTiling):
     `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
     """
 
-    byte_stages: int
+    byte_stages: int  # type: ignore[misc]
     parts: int = 1  # type: ignore[misc]
     scales_queries: bool = False
 

@@ -147,7 +147,8 @@ class TimeOfReading(Time):
         filled = self.work * n / self.target.sms
         rounds = math.ceil(filled / self.tiling.blocks)
         ends = self.FIRST + self.FURTHER * (rounds - 1) + (self.COMBINE + self.EACH_PART * n) * (n > 1)
-        return self._of_rounds(filled, rounds) * -(-self.tiles // n) + ends
+        tiles, alone = -(-self.tiles // n), self.tiling.byte_stages == 1  # one is read, or one computed
+        return self._of_rounds(filled, rounds) * (tiles + (tiles - 1) * alone) + ends
 
     def _of_rounds(self, filled: float, rounds: int) -> float:
         """The time of one tile of keys of each block; `filled`: blocks per SM."""

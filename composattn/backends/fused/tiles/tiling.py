@@ -107,6 +107,7 @@ class ForwardTiling(Tiling):
     """
 
     parts: ClassVar[int] = 1  # stages that bring a tile of K, or of V
+    byte_stages: ClassVar[int] = 0  # of K and V that come as 8-bit numbers beside 16-bit queries
 
     kernel: str = "forward"
     packed_heads: int = 1
