@@ -210,22 +210,22 @@ class KeyWarp(KeyGroup):
 
     def add_part(self, call, m, number) -> None:
         """This warp's part of dQ to memory, in its turn where the order is fixed."""
-        products, threads = self.products, self.tiling.threads
+        products, tiling = self.products, self.tiling
         start = self.dq_sum(call, m).iterator + self.thread
         turn = None
         if self.plan.deterministic:
             turn = self.kernel.turn(call, self.work, self.head, m)
             before = DqSemaphore(self.kernel).before(call, self.work, self.head, self.run, number, self.lane)
-        lefts = products.dq_lefts()
+        held = list(products.dq_lefts()) if tiling.dq_pieces > 1 else None
 
         def add(piece: Any) -> None:
-            tQrdQ = products.dq(lefts, piece)
+            tQrdQ = products.dq(held or products.dq_lefts(), piece)
             if turn is not None:
-                wait_for(turn, before * self.tiling.warps)
+                wait_for(turn, before * tiling.warps)
                 cute.arch.sync_warp()
-            add_numbers(start + piece * (cute.size(tQrdQ) * threads), tQrdQ, threads)
+            add_numbers(start + piece * (cute.size(tQrdQ) * tiling.threads), tQrdQ, tiling.threads)
 
-        _for_each(add, products.dq_pieces)
+        _for_each(add, products.dq_pieces, held is not None)
         if turn is not None:
             cute.arch.sync_warp()
             say(turn, self.lane == 0)
@@ -252,11 +252,12 @@ class KeyWarp(KeyGroup):
 
 
 @cute.jit
-def _for_each(do: cutlass.Constexpr[Callable], count: cutlass.Constexpr[int]):
-    if const_expr(count == 1):
-        do(0)
-    else:
+def _for_each(do: cutlass.Constexpr[Callable], count: cutlass.Constexpr[int], by_loop: cutlass.Constexpr[bool]):
+    if const_expr(by_loop):
         for i in cutlass.range(count, unroll=1):
+            do(i)
+    else:
+        for i in cutlass.range_constexpr(count):
             do(i)
 
 

@@ -145,19 +145,16 @@ class BackwardProducts(Fixed):
 
     @property
     def dq_pieces(self) -> int:
-        """In how many pieces a thread's sums of dQ leave.
-
-        By a loop: unrolled, additions to memory follow all products, in one burst, which no warp's reads of shared
-        memory pass (D 128, a window: without them the kernel takes 0.81 of its time, with a loop 0.98; H200).
-        """
+        """In how many pieces this warp's part of dQ leaves: as many as are asked for, or as registers want."""
+        if self.tiling.dq_pieces > 1:
+            return self.tiling.dq_pieces
         part, of_column = self.tiling.d // ROWS // self.tiling.dq.across, self.tiling.dq_rows // 2
         return next(n for n in range(1, part + 1) if part % n == 0 and part // n * of_column <= DQ_AT_ONCE)
 
-    def dq_lefts(self) -> Any:
-        """dS as left operands, step by step; read once where several pieces take them."""
-        warp, steps = self.of_dq, range(self.tiling.tile_n // ROWS)
-        lefts = (warp.get(warp.left(), self.ds_rows, step, 0) for step in steps)
-        return lefts if self.dq_pieces == 1 else list(lefts)
+    def dq_lefts(self) -> Iterator[cute.Tensor]:
+        """dS as left operands, step by step."""
+        steps = range(self.tiling.tile_n // ROWS)
+        return (self.of_dq.get(self.of_dq.left(), self.ds_rows, step, 0) for step in steps)
 
     def dq(self, lefts: Any, piece: Any) -> cute.Tensor:
         """A piece of this warp's columns of dS K."""

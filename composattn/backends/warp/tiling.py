@@ -88,7 +88,7 @@ class WarpBackwardTiling(BackwardTiling):
 
     Of each product a warp has some rows: `score_keys` of scores, `sum_keys` of dK and dV, `dq_rows` of dQ; those that
     have the same rows share its columns, which for scores are queries. `distances`: numbers in shared memory through
-    which sums of gradients by distance pass.
+    which sums of gradients by distance pass. `dq_pieces`: a warp's part of dQ leaves in so many, by a loop.
     """
 
     l2: ClassVar[int] = 16 << 20  # bytes of what the heads read and add to that run together
@@ -99,6 +99,7 @@ class WarpBackwardTiling(BackwardTiling):
     dq_rows: int
     stages: int = 1
     blocks: int = 1
+    dq_pieces: int = 1
     distances: int = 0
 
     @property
@@ -128,8 +129,7 @@ class WarpBackwardTiling(BackwardTiling):
     def fits(self, target: Target) -> bool:
         """Whether threads copy whole tiles, and warps have whole parts."""
         parts = self.dq.serves(self.d) and self.sums.serves(self.d) and self.sums.serves(self.dv)
-        enough = self.score_queries >= ROWS and self.threads >= self.tile_m // 2
-        return parts and enough and fit(self, target)
+        return parts and self.score_queries >= ROWS and self.threads >= self.tile_m // 2 and fit(self, target)
 
     def with_distances(self) -> WarpBackwardTiling:
         """With room for sums by distance, of which `Diagonals` puts a line for each of 8 keys of a warp."""
