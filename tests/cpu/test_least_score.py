@@ -66,3 +66,12 @@ def test_weights_of_such_rows_are_none(generator: torch.Generator) -> None:
     q, k = (torch.randn(1, 2, LENGTH, 16, generator=generator) for _ in range(2))
     weights = ca.attention_weights(q, k, range(LENGTH), score_mod=hidden_by(-1e9, True)).sum(-1)
     torch.testing.assert_close(weights, (torch.arange(LENGTH) >= BLIND).float().expand_as(weights))
+
+
+def test_weights_of_a_row_whose_largest_score_is_the_least_count_those_below_it(generator: torch.Generator) -> None:
+    q, k = (torch.randn(1, 1, 2, 16, generator=generator) for _ in range(2))
+    least = -(2.0**25)  # the next number below it is 4 less
+    weights = ca.attention_weights(
+        q, k, [0], score_mod=lambda s, b, h, q, kv: torch.where(kv == 0, least, least - 4) + 0 * s
+    )
+    torch.testing.assert_close(weights.flatten(), torch.tensor([0.0, -4.0]).softmax(0))

@@ -90,14 +90,21 @@ def test_a_replay_follows_its_inputs_and_gives_memory_of_its_own() -> None:
 
 
 def test_another_form_is_captured_anew() -> None:
-    run = Rerun(sums)
-    for n in (20, 30):
-        for factor in (1, 2):
-            for y in (None, torch.ones(n, dtype=torch.int64)):
-                for _ in range(RUNS):
-                    x = torch.randint(0, 9, (n,))
-                    assert all(map(torch.equal, run((x, y), (factor,)), sums((x, y), factor)))
-    assert StandIn.made == 8
+    run, y = Rerun(sums), torch.ones(30, dtype=torch.int64)
+    # each differs from the one before by its length, a constant, or which inputs are there, and by nothing else
+    for n, factor, other in (
+        (20, 1, None),
+        (30, 1, None),
+        (30, 2, None),
+        (30, 2, y),
+        (30, 1, y),
+        (30, True, y),
+        (30, 1.0, y),
+    ):
+        for _ in range(RUNS):
+            x = torch.randint(0, 9, (n,))
+            assert all(map(torch.equal, run((x, other), (factor,)), sums((x, other), factor)))
+    assert StandIn.made == 7
 
 
 def test_expanded_inputs_and_large_ones_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
