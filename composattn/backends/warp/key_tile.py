@@ -97,10 +97,11 @@ class BackwardProducts(Fixed):
     def _of_keys(self, keys: MatrixTile, queries: MatrixTile, columns: int, before: Any) -> cute.Tensor:
         warp = self.of_scores
         sums = warp.sums(self.tiling.score_queries)
+        parts = warp.parts(sums)
         for step in range(columns // ROWS):
             left = warp.get(warp.left(), keys, 0, step)
-            for j in range(self.tiling.score_queries // ROWS):
-                warp.add(sums, left, queries, j, step, j, before)
+            for j, part in enumerate(parts):
+                warp.add(part, left, queries, j, step, before)
         return sums
 
     def put(self, rounded: cute.Tensor, name: str) -> None:
@@ -133,13 +134,14 @@ class BackwardProducts(Fixed):
     def _steps_of(self, tile: MatrixTile) -> Iterator[cute.Tensor]:
         return (self.of_sums.get(self.of_sums.left(), tile, 0, step) for step in range(self.steps))
 
-    def _add_sums(self, sums: tuple[cute.Tensor, cute.Tensor], lefts: list[Any], part: int, stage: Any) -> None:
-        tiling = self.tiling
-        rights = (self.do_columns[part], tiling.dv, self.do_bytes), (self.q_columns[part], tiling.d, self.q_bytes)
-        for total, steps, (right, columns, size) in zip(sums, lefts, rights, strict=True):
+    def _add_sums(self, sums: tuple[cute.Tensor, cute.Tensor], lefts: list[Any], whose: int, stage: Any) -> None:
+        warp, across = self.of_sums, self.tiling.sums.across
+        rights = (self.do_columns[whose], self.do_bytes), (self.q_columns[whose], self.q_bytes)
+        for total, steps, (right, size) in zip(sums, lefts, rights, strict=True):
+            parts = warp.parts(total)
             for step, left in enumerate(steps):
-                for j in range(columns // ROWS // tiling.sums.across):
-                    self.of_sums.add(total, left, right, step, j * tiling.sums.across, j, stage * size)
+                for j, part in enumerate(parts):
+                    warp.add(part, left, right, step, j * across, stage * size)
 
     # --- sums over keys ------------------------------------------------------------------------------------
 
@@ -161,10 +163,11 @@ class BackwardProducts(Fixed):
         across = self.tiling.dq.across
         count = self.tiling.d // ROWS // across // self.dq_pieces
         sums = self.of_dq.sums(count * ROWS)
+        parts = self.of_dq.parts(sums)
         before = piece * (2 * self.tiling.tile_n * count * across * ROWS)
         for step, left in enumerate(lefts):
-            for j in range(count):
-                self.of_dq.add(sums, left, self.k_columns, step, j * across, j, before)
+            for j, part in enumerate(parts):
+                self.of_dq.add(part, left, self.k_columns, step, j * across, before)
         return sums
 
 

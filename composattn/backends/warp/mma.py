@@ -85,12 +85,16 @@ class Warp(Fixed):
             tile.load(words, 4 * i, below + i - across, beside + across, before)
         return registers
 
+    def parts(self, sums: cute.Tensor) -> list[cute.Tensor]:
+        """Each 16 columns of sums, for all steps that add to them: made in each, they are an eighth of the trace."""
+        of_part = 8 * self.blocks
+        return [cute.make_tensor(sums.iterator + at, self.two) for at in range(0, cute.size(sums), of_part)]
+
     def add(
-        self, sums: cute.Tensor, left: cute.Tensor, tile: MatrixTile, down: int, beside: int, j: int, before: Any = 0
+        self, part: cute.Tensor, left: cute.Tensor, tile: MatrixTile, down: int, beside: int, before: Any = 0
     ) -> None:
-        """To the `j`-th 16 columns of sums one step, with a block of the right operand, which lies in shared memory."""
+        """To 16 columns of sums one step, with a block of the right operand, which lies in shared memory."""
         tile.load(self.right_words, 0, down, beside, before)
-        part = cute.make_tensor(sums.iterator + j * 8 * self.blocks, self.two)
         cute.gemm(self.mma, part, left, self.right, part)
 
 
@@ -98,7 +102,7 @@ class WarpProducts(OutputProducts):
     """S = Q Kᵀ and O += P V of one warp's rows."""
 
     def __init__(self, tiling: Any, block: Any) -> None:
-        self.keys, self.columns, self.steps = tiling.tile_n, tiling.dv, tiling.d // DEPTH
+        self.keys, self.steps = tiling.tile_n, tiling.d // DEPTH
         self.warp = Warp(block.dtype, tiling.warp_rows // ROWS)
         number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.q = MatrixTile(start_of(block.sQ), tiling.tile_m, tiling.d, Operand.LEFT)
@@ -129,17 +133,19 @@ class WarpProducts(OutputProducts):
     def scores(self, stage: Any) -> cute.Tensor:
         """The products of queries and keys of a stage."""
         tSrS = self.warp.sums(self.keys)
+        parts = self.warp.parts(tSrS)
         for step in range(self.steps):
             left = self.warp.get(self.warp.left(), self.q, 0, step)
-            for j in range(self.keys // ROWS):
-                self.warp.add(tSrS, left, self.k, j, step, j, stage * self.k_bytes)
+            for j, part in enumerate(parts):
+                self.warp.add(part, left, self.k, j, step, stage * self.k_bytes)
         return tSrS
 
     def add_output(self, tOrO: cute.Tensor, tOrP: cute.Tensor, stage: Any) -> None:
         """To the output the probabilities times the values of a stage."""
+        parts = self.warp.parts(tOrO)
         for step, left in enumerate(self.warp.steps_of(tOrP)):
-            for j in range(self.columns // ROWS):
-                self.warp.add(tOrO, left, self.v, step, j, j, stage * self.v_bytes)
+            for j, part in enumerate(parts):
+                self.warp.add(part, left, self.v, step, j, stage * self.v_bytes)
 
 
 def start_of(shared: cute.Tensor) -> Any:
