@@ -68,7 +68,7 @@ class Cell:
     mod: str
     layout: str
 
-    spill_more: ClassVar[dict[str, int]] = {f"{arch} D64 window packed": 17 for arch in ("sm_80", "sm_86", "sm_89")}
+    spill_more: ClassVar[dict[str, int]] = {}
 
     @property
     def may_spill(self) -> int:
