@@ -1,5 +1,6 @@
 """What a block of the backward of warps has in shared memory, and the products of a warp, whose operands lie there."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -160,14 +161,17 @@ class BackwardProducts(Fixed):
 
     def dq(self, lefts: Any, piece: Any) -> cute.Tensor:
         """A piece of this warp's columns of dS K."""
-        across = self.tiling.dq.across
+        across, k = self.tiling.dq.across, copy.copy(self.k_columns)
         count = self.tiling.d // ROWS // across // self.dq_pieces
-        sums = self.of_dq.sums(count * ROWS)
+        columns = count * across * ROWS
+        side = max(1, k.wide // columns)  # pieces that lie beside each other in lines of shared memory
+        if side > 1:
+            k.place = k.place ^ (piece % side * (2 * columns))
+        sums, before = self.of_dq.sums(count * ROWS), piece // side * (2 * self.tiling.tile_n * max(columns, k.wide))
         parts = self.of_dq.parts(sums)
-        before = piece * (2 * self.tiling.tile_n * count * across * ROWS)
         for step, left in enumerate(lefts):
             for j, part in enumerate(parts):
-                self.of_dq.add(part, left, self.k_columns, step, j * across, before)
+                self.of_dq.add(part, left, k, step, j * across, before)
         return sums
 
 
