@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.planning.plan_backward import plan_backward
+from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
@@ -40,6 +40,7 @@ MODS: dict[str, dict[str, Any]] = {
     "learned bias of pairs": {"score_mod": lambda s, b, h, q, kv: s + PAIRS[q, kv]},
     "documents": {"mask_mod": document(DOCUMENTS) & causal()},
     "blocks": {"mask_mod": lambda b, h, q, kv: BLOCKS[q // 64, kv // 64]},
+    "window": {"mask_mod": causal() & sliding_window(60)},
 }
 DIMS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192/128": (192, 128), "256": (256, 256), "72/40": (72, 40)}
 BY_DAY = {("causal", "128"), ("learned bias by distance", "64"), ("plain", "256"), ("blocks", "72/40")}
@@ -118,24 +119,39 @@ MORE = tuple(
 """Tiles that the table may come to have."""
 
 
+def right_by(plans: BackwardPlans, attention: ca.Attention, inputs: list[torch.Tensor], dout: torch.Tensor) -> None:
+    """Whether these kernels, emulated in all modes, give the gradients of the kernels that are chosen."""
+    learned = [t.clone().requires_grad_() for t in inputs]
+    out, lse = attention(*learned, return_lse=True)
+    wanted = torch.autograd.grad(out, learned, dout)
+    for mode in (EAGER, LATE, random_mode(1)):
+        with emulating(mode):
+            launcher = BackwardLauncher(plans, EmulatedKernel)
+            found = launcher(*inputs, out.detach(), lse.detach(), dout, None, inputs[0].shape[-1] ** -0.5)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [*MORE, *(row.says for row in BACKWARD)], ids=str)
 def test_every_tile_gives_right_numbers(said: dict[str, int], generator: torch.Generator) -> None:
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v, dout = draw(1, 2, 300, 64), draw(1, 1, 150, 64), draw(1, 1, 150, 64), draw(1, 2, 300, 64)
     problem, attention = Problem.of(q, k, v), ca.Attention(mask_mod=causal(), backend="warp-emulated")
-    plans = plan_backward(
-        problem, attention.program, AMPERE, tiling=backward_of(said, problem, (64, 64), attention.program)
-    )
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*inputs, return_lse=True)
-    wanted = torch.autograd.grad(out, inputs, dout)
-    for mode in (EAGER, LATE, random_mode(1)):
-        with emulating(mode):
-            launcher = BackwardLauncher(plans, EmulatedKernel)
-            found = launcher(q, k, v, out.detach(), lse.detach(), dout, None, 0.125)
-        for a, b in zip(found, wanted, strict=True):
-            assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+    tiling = backward_of(said, problem, (64, 64), attention.program)
+    right_by(plan_backward(problem, attention.program, AMPERE, tiling=tiling), attention, [q, k, v], dout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "pieces"), [(128, 2), (80, 1)])
+def test_pieces_of_dq_have_all_columns(d: int, pieces: int, generator: torch.Generator) -> None:
+    draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
+    q, k, v, dout = draw(1, 1, 200, d), draw(1, 1, 200, d), draw(1, 1, 200, 128), draw(1, 1, 200, 128)
+    window = sliding_window(70) & causal()
+    problem, attention = Problem.of(q, k, v), ca.Attention(mask_mod=window, backend="warp-emulated")
+    tiling = choose_backward(problem, attention.program, AMPERE, False).tiling
+    assert tiling.dq_pieces == pieces
+    right_by(plan_backward(problem, attention.program, AMPERE, tiling=tiling), attention, [q, k, v], dout)
 
 
 WARP = [t for t in TARGETS.values() if t.backend == "warp"]
@@ -149,6 +165,7 @@ def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
                 problem = Problem(2, 16, 4, 4096, 8192, d, dv, torch.bfloat16, torch.device("cpu"))
                 tiling = choose_backward(problem, ca.Attention(**mods).program, target, False).tiling
                 assert tiling.fits(target)
+                assert tiling.d % (16 * tiling.dq.across * tiling.dq_pieces) == 0  # no column of dQ is left out
                 assert tiling.shared_memory(2) <= target.shared_memory
 
 
@@ -161,9 +178,5 @@ def test_each_gpu_has_kernels_that_are_right(arch: str, generator: torch.Generat
     for d in (64, 128, 256):
         q, k, v, dout = draw(1, 1, 100, d), draw(1, 1, 150, d), draw(1, 1, 150, d), draw(1, 1, 100, d)
         attention = ca.Attention(mask_mod=causal(), backend="warp-emulated")
-        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, lse = attention(*inputs, return_lse=True)
-        wanted = torch.autograd.grad(out, inputs, dout)
-        launcher = BackwardLauncher(plan_backward(Problem.of(q, k, v), attention.program, target), EmulatedKernel)
-        for a, b in zip(launcher(q, k, v, out.detach(), lse.detach(), dout, None, d**-0.5), wanted, strict=True):
-            assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+        plans = plan_backward(Problem.of(q, k, v), attention.program, target)
+        right_by(plans, attention, [q, k, v], dout)

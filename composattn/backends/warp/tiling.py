@@ -77,9 +77,9 @@ class Part:
     rows: int
     across: int
 
-    def serves(self, columns: int) -> bool:
-        """Whether warps have whole columns, that lie together in lines."""
-        return 0 < self.across * ROWS <= math.gcd(columns, 64) and columns // ROWS % self.across == 0
+    def serves(self, columns: int, pieces: int = 1) -> bool:
+        """Whether warps have whole columns, that lie together in lines, in each of so many pieces."""
+        return 0 < self.across * ROWS <= math.gcd(columns, 64) and columns // ROWS % (self.across * pieces) == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class WarpBackwardTiling(BackwardTiling):
 
     def fits(self, target: Target) -> bool:
         """Whether threads copy whole tiles, and warps have whole parts."""
-        parts = self.dq.serves(self.d) and self.sums.serves(self.d) and self.sums.serves(self.dv)
+        parts = self.dq.serves(self.d, self.dq_pieces) and self.sums.serves(self.d) and self.sums.serves(self.dv)
         return parts and self.score_queries >= ROWS and self.threads >= self.tile_m // 2 and fit(self, target)
 
     def with_distances(self) -> WarpBackwardTiling:
