@@ -161,7 +161,7 @@ WARP = [t for t in TARGETS.values() if t.backend == "warp"]
 def test_tiles_fit_into_an_sm_of_every_gpu(target: Target) -> None:
     for mods in MODS.values():
         for d in range(8, 257, 8):
-            for dv in (d, 264 - d):
+            for dv in (d, 128, 264 - d):
                 problem = Problem(2, 16, 4, 4096, 8192, d, dv, torch.bfloat16, torch.device("cpu"))
                 tiling = choose_backward(problem, ca.Attention(**mods).program, target, False).tiling
                 assert tiling.fits(target)
