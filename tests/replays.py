@@ -40,6 +40,8 @@ class Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor makes of the host's numbers
+            self.constant |= given
         of_contents = not given <= self.constant
         assert self.looks or not (of_contents and func.__name__.split(".")[0] in _HOST), f"{func} waits for the device"
         found = func(*args, **kwargs)
