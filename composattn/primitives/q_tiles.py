@@ -68,7 +68,7 @@ class ListedQueryRun(Fixed):
         return (self.row[i] % 2 == 1) | (self.tile(i) >= self.whole)
 
     def tested_where(self, everywhere: Any) -> ListedQueryRun:
-        """As of a `QueryRun`."""
+        """This run, each of whose tiles needs a test if `everywhere`."""
         return dataclasses.replace(self, whole=opaque(choose(everywhere, 0, self.whole)))
 
     def before(self, i: Any) -> Any:

@@ -128,7 +128,7 @@ class BackwardProducts(Fixed):
         self._add_sums(sums, [self.of_sums.steps_of(r) for r in rounded], 0, stage)
 
     def add_others(self, sums: tuple[cute.Tensor, cute.Tensor], stage: Any) -> None:
-        """The same of what others have put to shared memory; of all, where it has no scores of its own keys."""
+        """Pᵀ dO to dV and dSᵀ Q to dK, of what others put to shared memory; of all, where it keeps none of its own."""
         for part in range(int(self.keeps_own), len(self.q_columns)):
             self._add_sums(sums, [self._steps_of(tiles[part]) for tiles in (self.p, self.ds)], part, stage)
 

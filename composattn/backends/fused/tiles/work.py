@@ -305,7 +305,7 @@ class SegmentTables(WorkTables):
         rows: int | None = None,
         given: Mapping[Capture, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Of copies that hold what captured tensors held before, as a backward may be given, one for each call."""
+        """The table; one for each call where copies hold what captured tensors held before, as a backward may get."""
         layout = None if given is None else value_of(self.segments.layout, given)
         if layout is None or layout is self.segments.layout.kept:
             return super().__call__()
