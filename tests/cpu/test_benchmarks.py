@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -341,17 +342,33 @@ def test_planning_has_a_table_of_its_own_a_line_a_mask() -> None:
     assert "| peer | " in peers and peers.endswith(" | 5.00 | 0.0 | 3.0 |")
 
 
+SHORT = cold.Size(1, 4, 2, 256)
+
+
 def test_a_new_process_says_what_it_waited_for(tmp_path: Path) -> None:
-    for case in cold.CASES:
-        found = cold.sample(case, "composattn", cold.Size(2, 256, 32), "cpu", tmp_path)
-        assert tuple(found) == cold.PARTS + cold.ON_CPUS
+    caches = [tmp_path / case.name for case in cold.CASES]
+    for found in cold.a_round(cold.CASES, "composattn", SHORT, "cpu", caches):
+        assert tuple(found) == (*cold.PARTS, *cold.BESIDE, "kernels")
         assert all(found[part] > 0 for part in cold.PARTS)
 
 
+@pytest.mark.slow
+def test_cases_by_warps_are_calls(tmp_path: Path) -> None:
+    anywhere = [cold.Case(c.name, c.ours.replace('backend="warp"', "backend=None"), dim=32) for c in cold.BY_WARPS]
+    assert all("backend=None" in case.ours for case in anywhere)
+    anywhere = list({case.ours: case for case in anywhere}.values())
+    found = cold.a_round(anywhere, "composattn", SHORT, "cpu", [tmp_path] * len(anywhere))
+    assert len(found) == len(anywhere) == 4
+
+
+def test_no_process_begins_too_late(tmp_path: Path) -> None:
+    assert cold.a_round(cold.CASES[:1], "composattn", SHORT, "cpu", [tmp_path], time.time() - 1) == []
+
+
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    broken = cold.Case("broken", "mask_mod=causal", "")
+    broken = cold.Case("broken", "mask_mod=causal")
     with pytest.raises(RuntimeError, match=r"composattn, broken: .*WrongComposition"):
-        cold.sample(broken, "composattn", cold.Size(2, 256, 32), "cpu", tmp_path)
+        cold.a_round([broken], "composattn", SHORT, "cpu", [tmp_path])
 
 
 def test_new_processes_have_a_table_of_their_own() -> None:
