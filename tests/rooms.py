@@ -201,15 +201,25 @@ class House:
     def shared_by_architectures(self) -> float:
         """The share of the lines on the floors of the backends that another architecture need not write.
 
-        Measured at the one that has written most: what the others wrote is no part of what it runs with.
+        Measured at the one that has written most: what the others wrote is no part of what it runs with. What lies
+        among what all share and only one architecture imports, straight or through others, was written for that one.
         """
         floors = range(FLOOR_OF["backends in PyTorch"], FLOOR_OF["backends, by name"] + 1)
-        lines: Counter[str | None] = Counter()
-        for file in self.files.values():
-            if FLOOR_OF[file.room] in floors:
-                lines[file.architecture] += file.lines
-        own = max(lines[name] for name in ARCHITECTURES)
-        return lines[None] / (lines[None] + own)
+        backends = {module: file for module, file in self.files.items() if FLOOR_OF[file.room] in floors}
+        imported: dict[str, set[str]] = {module: set() for module in self.files}
+        for by, of in self._pairs(False):
+            imported[by].add(of)
+        own = {name: self._of_one(name, imported) & backends.keys() for name in ARCHITECTURES}
+        shared = backends.keys() - set().union(*own.values())
+        lines = sum(backends[module].lines for module in shared)
+        return lines / (lines + max(sum(backends[module].lines for module in one) for one in own.values()))
+
+    def _of_one(self, architecture: str, imported: dict[str, set[str]]) -> set[str]:
+        """The files of an architecture, and those that nobody would reach from the top without them."""
+        top = {m for m, file in self.files.items() if FLOOR_OF[file.room] >= FLOOR_OF["backends, by name"]}
+        folder = {module for module, file in self.files.items() if file.architecture == architecture}
+        others = {module: set() if module in folder else of for module, of in imported.items()}
+        return folder | _reached("top", {**imported, "top": top}) - _reached("top", {**others, "top": top})
 
     def longest_function(self) -> tuple[int, str]:
         return max(found for file in self.files.values() for found in file.functions())

@@ -216,8 +216,21 @@ def test_what_generated_kernels_share_has_few_wings_and_floors() -> None:
     assert len(floors(wings)) <= 5
 
 
+def test_what_only_one_architecture_imports_is_its_own() -> None:
+    files = (
+        File("composattn.backends", "from .hopper import forward\nfrom .blackwell import forward\n", is_package=True),
+        File("composattn.backends.hopper.forward", "from ..fused import its_own\nfrom ..fused import all_have\n"),
+        File("composattn.backends.blackwell.forward", "from ..fused import all_have\n"),
+        File("composattn.backends.fused.its_own", "from . import behind\n"),
+        File("composattn.backends.fused.behind", "from . import all_have\n"),
+        File("composattn.backends.fused.all_have", "a = 1\n"),
+    )
+    house = House({file.module: file for file in files})
+    assert house.shared_by_architectures() == 3 / (3 + 4), "the package and what all have; Hopper's two files"
+
+
 def test_most_of_the_backends_serves_another_architecture() -> None:
-    assert House.at(ROOT).shared_by_architectures() >= 0.75
+    assert House.at(ROOT).shared_by_architectures() >= 0.7
 
 
 def test_an_architecture_of_its_own_is_small() -> None:
