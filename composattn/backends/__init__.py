@@ -124,7 +124,7 @@ def choose(name: str | None, problem: Problem) -> Backend:
     if problem.schedule.batch_invariant and not backend.ordered:
         raise errors.InvalidSchedule(
             f"batch_invariant=True, but backend {backend.name!r} multiplies by torch.matmul, whose bits depend on the "
-            "shapes of a call; the generated kernels can, hopper and blackwell, emulated ones too"
+            f"shapes of a call; the generated kernels can, {', '.join(ARCHITECTURES)}, emulated ones too"
         )
     if name is None:
         _say_if_without_kernels(backend.name, problem.device)

@@ -163,7 +163,9 @@ class Recomputed:
 
 
 def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
-    refuse_in_graph("backend 'reference' looks at what masks hide", "call backend='hopper' or 'blackwell'")
+    refuse_in_graph(
+        "backend 'reference' looks at what masks hide", "call one with kernels: 'hopper', 'blackwell' or 'warp'"
+    )
     if sequences.is_dense:
         out, lse, top = _batch(call, q, k, v, 0)
         return in_order_of(q, out), lse, top

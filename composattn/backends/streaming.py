@@ -129,7 +129,8 @@ class Streaming:
         """The steps of the call, for the tensors that autograd gave."""
         refuse_in_graph(
             "backend 'streaming', and gradients of captured tensors that no kernel sums, look at what tiles hold",
-            "call backend='hopper' or 'blackwell', and leave those gradients out or let explain() say which are summed",
+            "call a backend with kernels, 'hopper', 'blackwell' or 'warp', and leave those gradients out or let "
+            "explain() say which are summed",
         )
         tensors = {id(t): given for t, given in zip(self.captures, captured, strict=True)}
         return steps(parts, BoundMask(self.mods.program, tensors, self.scalars), q, k)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -256,3 +259,12 @@ def test_grouped_heads_whose_queries_outgrow_l2_come_few_at_a_time() -> None:
     assert together(32, 4, 8192, schedule=Schedule(heads_together=3)) == 3
     assert together(32, 4, 4096) is None, "these fit"
     assert together(16, 16, 65536) is None, "the tiles of one fill the machine"
+
+
+def test_who_names_two_of_the_architectures_names_all() -> None:
+    """A refusal that tells the owner of an RTX card to take "hopper" or "blackwell" sends him nowhere."""
+    for path in Path(ca.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = {name for name in ARCHITECTURES if re.search(rf"['\"]{name}['\"]", node.value)}
+                assert len(named) < 2 or named == ARCHITECTURES.keys(), f"{path}:{node.lineno}: {node.value}"
