@@ -19,7 +19,7 @@ from composattn.call.schedule import Schedule
 from composattn.emulator.opcodes import matrix, tensor_mma
 from composattn.mods import alibi, causal, global_tokens, neighborhood, sliding_window, softcap
 
-BACKENDS = ["hopper-emulated", "blackwell-emulated"]
+BACKENDS = ["hopper-emulated", "blackwell-emulated", "warp-emulated"]
 INVARIANT = Schedule(batch_invariant=True)
 HEADS, KV_HEADS, LENGTH, PAGE = 4, 2, 270, 32
 MODS: dict[str, dict[str, Any]] = {

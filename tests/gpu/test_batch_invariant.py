@@ -56,5 +56,7 @@ def test_a_row_has_the_same_bits_in_every_call(name: str, dim: int) -> None:
     paged = ca.Paged(table, PAGE, torch.tensor([LENGTH], dtype=torch.int32, device="cuda"))
     of_pages = call(q[-2:].transpose(0, 1)[None], *cache, paged=paged)
     found[2] = of_pages[0][0].transpose(0, 1), of_pages[1][0].T
+    first = dense(q[:1000], k[:1000], v[:1000])
+    assert torch.equal(first[0], out[:1000]) and torch.equal(first[1], lse[:1000]), "without later queries and keys"
     for n, (other, other_lse) in found.items():
         assert torch.equal(other, out[-n:]) and torch.equal(other_lse, lse[-n:]), n
