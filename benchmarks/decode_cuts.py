@@ -4,8 +4,8 @@
     python -m benchmarks.decode_cuts --dims 64 --lengths 2048 --sequences 20 40 --parts 1 2 4
 
 All calls of a row read the same memory, from CUDA graphs. A row's names: `planned`, what the plan chose; `three`,
-`two`, `one` and `shares`, three blocks an SM (D 64), two, one, and equal shares, `two/2` of two stages, with
-the number of parts behind; `torch cuDNN`.
+`two` and `one`, three blocks an SM (D 64), two and one, `two/2` of two stages, with the number of parts behind; `torch
+cuDNN`. Those of `shares` had equal shares of all keys, which is gone (docs/design.md).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ HEADS, KV_HEADS = 32, 8
 def cuts(dim: int) -> dict[str, dict[str, Any]]:
     """Fields of the tilings that `hopper/forward_choice.py` chooses among."""
 
-    def of(blocks: int, tile_n: int, stages: int, shared: bool = False) -> dict[str, Any]:
-        scheduler = Scheduler.STREAM_K if shared else Scheduler.ONE_TILE
-        return {"blocks": blocks, "tile_n": tile_n, "stages": stages, "scheduler": scheduler}
+    def of(blocks: int, tile_n: int, stages: int) -> dict[str, Any]:
+        return {"blocks": blocks, "tile_n": tile_n, "stages": stages, "scheduler": Scheduler.ONE_TILE}
 
     one = 128, {64: 4, 96: 2, 128: 2}[dim]
     found = {"two": of(2, 128 if dim == 64 else 64, {64: 3, 96: 4, 128: 3}[dim]), "one": of(1, *one)}
@@ -52,7 +51,7 @@ def cuts(dim: int) -> dict[str, dict[str, Any]]:
         if cut["blocks"] > 1
         for stages in range(2, cut["stages"])
     }
-    return found | {"shares": of(1, *one, shared=True)} | fewer
+    return found | fewer
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -72,12 +71,9 @@ def calls(
         "torch cuDNN": functools.partial(cudnn, q, k, v),
     }
     for (name, fields), n in itertools.product(cuts(dim).items(), parts):
-        shares = name == "shares"
-        if not re.search(kinds, name):
+        if not re.search(kinds, name) or n * tiles > 12 * target.sms:
             continue
-        if n * tiles > 12 * target.sms or (shares and (n > 1 or 2 * tiles < target.sms)):
-            continue
-        attention = ca.Attention(schedule=None if shares else ca.Schedule(split_kv=n))
+        attention = ca.Attention(schedule=ca.Schedule(split_kv=n))
         with planning_with("forward", fields):
             torch.testing.assert_close(attention(q, k, v).float(), wanted, atol=1e-2, rtol=1e-2)
         found[f"{name} {n}"] = functools.partial(attention, q, k, v)
@@ -90,7 +86,7 @@ def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: Target) ->
     same = [
         name
         for name, fields in cuts(q.shape[-1]).items()
-        if all(getattr(plan.tiling, field) == fields[field] for field in ("blocks", "stages", "shares"))
+        if all(getattr(plan.tiling, field) == fields[field] for field in ("blocks", "stages"))
     ]
     return f"{same[0] if same else 'other'} {plan.splits}"
 

@@ -28,8 +28,8 @@ class Schedule:
     heads_together: key/value heads that are worked on at one time, so that their K and V (Q and dO of their queries, in
         the backward) stay in L2; at least 1.
     split_kv: how many parts the keys of a query tile are cut into, one block per part; 1 to 128. The parts are combined
-        exactly. "auto" may also deal all keys in equal shares to as many blocks as run at once, or those of the last
-        tiles, where tiles fill no whole rounds of blocks.
+        exactly. "auto" may also deal the keys of the last tiles in equal shares to as many blocks as run at once, where
+        tiles fill no whole rounds of blocks.
     pack_gqa: the query heads that share a key/value head as rows of one tile.
 
     batch_invariant: the same bits for a row whatever else is in the call: other sequences, other queries of its own

@@ -21,23 +21,20 @@ from .values import Bundle, Fixed, choose, larger, smaller
 
 @dataclasses.dataclass
 class Portion(Fixed):
-    """Tiles of keys [`low`, `high`) of a work tile, which share `number` has."""
+    """Tiles of keys [`low`, `high`) of a work tile, which share `number` has.
+
+    `leaves`: its sums are left for the next share; `takes`: those that the share before it left are its own too.
+    """
 
     low: Int32
     high: Int32
     number: Int32
+    leaves: Boolean
+    takes: Boolean
 
     def of(self, start: Any, count: Any) -> tuple[Any, Any]:
         """(start, count) of those among `count` tiles from `start` on."""
         return start + self.low, self.high - self.low
-
-
-@dataclasses.dataclass
-class HandedPortion(Portion):
-    """`leaves`: its sums are left for the next share; `takes`: those that the share before it left are its own too."""
-
-    leaves: Boolean
-    takes: Boolean
 
 
 class StreamK(Bundle):
@@ -71,7 +68,7 @@ class StreamK(Bundle):
         (first, _), (last, _) = divmod(low, self.keys), divmod(high - 1, self.keys)
         return choose(number < self.whole, Int32(1), last - first + 1)
 
-    def tile(self, number: Int32, i: Int32) -> tuple[Int32, HandedPortion]:
+    def tile(self, number: Int32, i: Int32) -> tuple[Int32, Portion]:
         """(number of its i-th tile, from the last one on; which of the tile's keys)."""
         share = number - self.whole
         low, high = self._keys_of(share)
@@ -80,18 +77,14 @@ class StreamK(Bundle):
         is_whole = share < 0
         first = choose(is_whole, Int32(0), larger(low - begin, 0))
         stop = choose(is_whole, keys, smaller(high - begin, keys))
-        portion = HandedPortion(first, stop, share, stop < keys, first > 0)
+        portion = Portion(first, stop, share, stop < keys, first > 0)
         return choose(is_whole, number, self.whole + tile), portion
 
     def _keys_of(self, share: Int32) -> tuple[Int32, Int32]:
         """[low, high) of a share, in tiles of keys of all the rest, one tile's behind the other's."""
-        return bounds(larger(share, 0), self.rest * self.keys.divisor, self.blocks)
-
-
-def bounds(share: Int32, every: Int32, blocks: Any) -> tuple[Int32, Int32]:
-    """[low, high) of a share, of as many as there are `blocks`, of `every` one."""
-    (low, _), (high, _) = (divmod(every * number, blocks) for number in (share, share + 1))
-    return low, high
+        share, every = larger(share, 0), self.rest * self.keys.divisor
+        (low, _), (high, _) = (divmod(every * number, self.blocks) for number in (share, share + 1))
+        return low, high
 
 
 def rows_of(start: cute.Pointer, rows: int, numbers: Any) -> cute.Tensor:

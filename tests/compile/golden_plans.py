@@ -180,7 +180,6 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-paged-split-gqa-d128": forward(mask="full", layout=PAGED, **SPLIT),
     "forward-varlen-paged-causal-d64": forward(mask="causal", d=64, layout=PACKED_PAGED),
     "forward-split-gqa-d128": forward(**SPLIT),
-    "forward-equal-shares-gqa-d128": forward(heads=(1088, 272), lengths=(1, 4096)),
     "forward-gqa-packed-alibi-d64": forward("alibi", d=64, **MANY_HEADS),
     "forward-max-scores-alibi-causal-d128": forward("alibi", "causal", options={"return_max_scores": True}),
     "forward-limits-of-rows-d64": forward(mask="rows", d=64),

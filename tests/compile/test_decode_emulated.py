@@ -19,7 +19,6 @@ from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.few_queries import splits
-from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import choose_forward
 from composattn.call.problem import DENSE, Layout, Problem
@@ -204,7 +203,6 @@ PLANS = {
     "gqa4-d64": plan(32, 8, 1, 64),
     "gqa4-d64-in-threes": plan(384 * 4, 384, 1, 64),
     "gqa4-d128": plan(32, 8, 1, 128),
-    "gqa4-d128-in-equal-shares": plan(272 * 4, 272, 1, 128),
     "gqa4-d256": plan(32, 8, 1, 256),
     "mqa32-alibi-d128": plan(32, 1, 2, 128, alibi, late),
     "pages-of-16-d128": plan(32, 8, 1, 128, page_size=16),
@@ -222,23 +220,6 @@ def test_decode_compiles_lean(name: str) -> None:
         assert artifact.registers * artifact.threads <= HOPPER.registers
         assert roles_fit(artifact)
         assert artifact.shared_memory <= HOPPER.shared_memory
-
-
-def test_what_equal_shares_leave_is_written_and_read_in_16_bytes() -> None:
-    """8 rows, one of each thread, and their statistics; behind them a portion arrives by one addition.
-
-    Two of four words of statistics are read: nobody asked for the largest score.
-    """
-    chosen = PLANS["gqa4-d128-in-equal-shares"]
-    assert chosen.tiling.scheduler is Scheduler.STREAM_K
-    artifact = compile_offline(chosen)
-    if not artifact.instructions:
-        pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    texts = [i.text for i in artifact.instructions]
-    chunks = 32 * 128 // (4 * 128)
-    assert sum("STG.E.128" in text for text in texts) == chunks + 1
-    assert sum("LDG.E.128" in text for text in texts) == chunks
-    assert sum("ATOM" in text for text in texts) == 1
 
 
 def problem(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, schedule: Schedule = Schedule()) -> Problem:  # noqa: B008

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import json
+import re
+from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -27,6 +32,29 @@ def tiling(batch: int, length: int = 8192, d: int = 64, schedule: Any = None, **
 
 def blocks_and_keys(chosen: HopperTiling) -> tuple[int, int]:
     return chosen.blocks, chosen.tile_n
+
+
+SURVEYS = Path(__file__).parents[2] / "benchmarks/results/cuts/h200-decode.json"
+
+
+def test_what_the_model_chooses_takes_little_more_than_the_best_cut_that_was_timed() -> None:
+    """The calls are those that all kinds of blocks were timed for."""
+    found = []
+    for survey in json.loads(SURVEYS.read_text())["surveys"][-2:]:
+        rows = collections.defaultdict(dict)
+        for row in survey["rows"]:
+            if re.match("(one|two|three)", row["impl"]):
+                rows[row["row"]][row["impl"]] = row["ms"]
+        for row, times in rows.items():
+            batch, length, heads, kv_heads, d = map(int, re.findall(r"\d+", row))
+            problem = Problem(batch, heads, kv_heads, 1, length, d, d, torch.bfloat16, torch.device("cpu"))
+            plan = plan_forward(problem, ca.Attention().program, HOPPER)
+            blocks = ("one", "two", "three")[plan.tiling.blocks - 1]
+            stages = "/2" * (plan.tiling.blocks > 1 and plan.tiling.stages == 2)
+            time = times.get(f"{blocks}{stages} {plan.splits}")
+            found += [] if time is None else [time / min(times.values())]
+    assert len(found) > 220
+    assert geometric_mean(found) < 1.01 and max(found) < 1.15
 
 
 def test_two_blocks_of_a_sm_fill_each_others_ends() -> None:

@@ -18,7 +18,6 @@ from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import Problem
 from composattn.mods import causal, softcap
-from composattn.primitives.equal_stream_k import EqualStreamK
 from composattn.primitives.stream_k import StreamK
 
 
@@ -98,63 +97,3 @@ def test_long_full_calls_whose_last_round_is_not_full_share_it(d: int, length: i
 def test_others_share_nothing(changes: dict[str, Any]) -> None:
     plan = planned(**{"d": 256, "length": 8192, **changes})
     assert not plan.tiling.scheduler.shares and plan.counters == 1
-
-
-@given(most=st.integers(1, 12), tiles=st.integers(1, 40), keys=st.integers(1, 40))
-def test_each_key_of_each_tile_is_in_one_equal_share_and_all_portions_are_found(
-    most: int, tiles: int, keys: int
-) -> None:
-    every = tiles * keys
-    blocks = min(most, every)
-    made = EqualStreamK(Divisor(keys), Divisor(blocks), Divisor(every), None, None)
-    seen: dict[int, list[int]] = {}
-    left: dict[int, list[int]] = {}  # by tile: where its portions lie
-    found: dict[int, list[int]] = {}  # where they are looked for
-    sizes = set()
-    for number in range(made.numbers):
-        of_number = [made.tile(number, i) for i in range(made.tiles(number))]
-        sizes.add(sum(portion.high - portion.low for _, portion in of_number))
-        for tile, portion in of_number:
-            assert portion.low < portion.high
-            seen.setdefault(tile, []).extend(range(portion.low, portion.high))
-            left.setdefault(tile, []).append(made.place(portion.first, portion.number - portion.first))
-            found[tile] = [made.place(portion.first, i) for i in range(portion.count)]
-    assert all(of_tile == list(range(keys)) for of_tile in seen.values()) and seen.keys() == set(range(tiles))
-    assert left == found, "portions are added up in the order of the keys"
-    several = [place for of_tile in left.values() if len(of_tile) > 1 for place in of_tile]
-    assert len(several) == len(set(several)) and all(place < 2 * blocks for place in several)
-    assert max(sizes) - min(sizes) <= 1
-
-
-def decode(batch: int, length: int = 8192, d: int = 128, schedule: Any = None, **mods: Any) -> ForwardPlan:
-    problem = Problem(batch, 32, 8, 1, length, d, d, torch.bfloat16, torch.device("cpu"))
-    problem = dataclasses.replace(problem, schedule=schedule or ca.Schedule())
-    return plan_forward(problem, ca.Attention(**mods).program, HOPPER)
-
-
-@pytest.mark.parametrize(("batch", "d"), [(52, 64), (34, 96), (34, 128)])
-def test_few_queries_of_sequences_that_fill_no_rounds_share_all_keys(batch: int, d: int) -> None:
-    plan = decode(batch, d=d)
-    assert plan.tiling.scheduler is Scheduler.STREAM_K and not plan.is_split and plan.direct_store
-    assert "persistent, all keys shared alike" in str(plan)
-    assert plan.counters == 1 + 132 * 4
-    assert decode(batch, d=d, score_mod=softcap(30.0)).tiling.scheduler is Scheduler.STREAM_K
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch": 4},  # 32 tiles of 132 blocks: each would have five portions
-        {"batch": 17},  # 136 tiles have 264 places, which share what memory gives
-        {"batch": 64},  # 512 tiles are 3.9 rounds
-        {"length": 256},
-        {"mask_mod": causal()},
-        {"schedule": ca.Schedule(batch_invariant=True)},
-        {"schedule": ca.Schedule(split_kv=2)},
-        {"schedule": ca.Schedule(persistent=False)},
-        {"length": 1 << 24},  # which 32 bits don't count in shares
-    ],
-    ids=str,
-)
-def test_other_few_queries_share_nothing(changes: dict[str, Any]) -> None:
-    assert not decode(**{"batch": 34, **changes}).tiling.scheduler.shares

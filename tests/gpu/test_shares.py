@@ -54,16 +54,3 @@ def test_shares_are_right_and_the_same_each_time(d: int, length: int, batch: int
     q, k, v = (numbers((batch, heads, length, d), make) for heads in (8, 4, 4))
     assert_scheduled(Scheduler.LATE_STREAM_K, q, k, v)
     check(q, k, v, calls=50)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "queries", "length", "d"),
-    [(34, 4, 1, 4096, 128), (52, 4, 1, 5000, 64), (36, 3, 4, 6001, 96), (36, 8, 1, 1100, 128)],
-)
-def test_equal_shares_of_few_queries_are_right_and_the_same_each_time(
-    batch: int, heads: int, queries: int, length: int, d: int
-) -> None:
-    make = torch.Generator("cuda").manual_seed(d + length)
-    q, k, v = (numbers((batch, h, rows, d), make) for h, rows in ((8 * heads, queries), (8, length), (8, length)))
-    assert_scheduled(Scheduler.STREAM_K, q, k, v)
-    check(q, k, v, calls=200)

@@ -86,7 +86,6 @@ class Cut(NamedTuple):
     keys: int
     blocks: int = 1
     stages: int = 8
-    shared: bool = False  # all keys, alike
     resident: bool = False  # all of Q waits in registers
     in_fp16: bool = False  # so is bf16 multiplied beside 8-bit keys, see `scaled_queries`
     parts: int = 1  # stages of bytes for a tile of keys
@@ -101,7 +100,6 @@ THRESHOLDS: Table[RescaleThreshold] = table(FILE, "thresholds", lambda said: Res
 IN_ORDER: Table[int] = table(FILE, "invariant")  # keys of a batch-invariant tile; 0: of other calls
 # of few rows, and of D above 256
 CUTS: Table[list[Cut]] = table(FILE, "few", lambda said: [Cut(**cut) for cut in said])
-EQUAL_SHARES: Table[bool] = table(FILE, "equal_shares", bool)
 WIDE_KEYS: Table[int] = table(FILE, "wide_keys")
 # of all others
 BLOCKS: Table[Block] = table(FILE, "blocks", lambda said: Block(**said))
@@ -270,7 +268,7 @@ def _shares(facts: ForwardFacts, tiling: HopperTiling) -> bool:
         SHARES, facts, warpgroups=tiling.warpgroups, draws=tiling.scheduler.draws, frees_queries=tiling.frees_queries,
         rounds=tiles / sms,
         idle=-tiles % sms / sms * facts.keys / tiling.tile_n,  # tiles of keys for which all SMs could be busy
-        products=2 * sms**2 * key_tiles(facts.problem, tiling.tile_n),  # in 32 bits, by `Shares`
+        products=2 * sms**2 * key_tiles(facts.problem, tiling.tile_n),  # in 32 bits, by `StreamK`
     )  # fmt: skip
 
 
@@ -279,18 +277,8 @@ def _few_rows(facts: ForwardFacts) -> HopperTiling:
 
     Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
     """
-    tilings = (_of_few_rows(facts, cut) for cut in first(CUTS, facts) if _shares_alike(facts, cut))
+    tilings = (_of_few_rows(facts, cut) for cut in first(CUTS, facts))
     return min(tilings, key=lambda tiling: time_of(facts.problem, tiling, facts.target).least())
-
-
-def _shares_alike(facts: ForwardFacts, cut: Cut) -> bool:
-    """Whether blocks may share all keys alike: tiles are equal, of three portions at most, and places are idle."""
-    problem, sms = facts.problem, facts.target.sms
-    tiles = problem.q_heads // facts.heads * problem.batch
-    return first(
-        EQUAL_SHARES, facts, shared=cut.shared, sms_a_tile=sms / tiles, filled=tiles / (tiles + -tiles % sms),
-        products=(tiles * key_tiles(problem, cut.keys) + 1) * sms,  # in 32 bits, by `EqualShares`
-    )  # fmt: skip
 
 
 def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
@@ -311,7 +299,7 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
         tile_m=ROWS,
         tile_n=cut.keys,
         blocks=cut.blocks,
-        scheduler=Scheduler.STREAM_K if cut.shared else Scheduler.asked(persistent),
+        scheduler=Scheduler.asked(persistent),
         stages=min(most, room // stage),
         eight_rows=eight,
         resident=d * cut.resident,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from ..fused.planning.tables import Table, first, table
-from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
 from ..fused.tiles.written import Written
@@ -124,9 +123,7 @@ class HopperTiling(ForwardTiling):
     @property
     def left_numbers(self) -> int:
         columns = self.dv + SUMS * self.guesses
-        rows = self.tile_m // (1 + self.eight_rows)  # of a thread's two rows one
-        tiles = 1 + (self.scheduler is Scheduler.STREAM_K)  # the one it begins in, and the one it ends in
-        return tiles * rows * (columns + 4 * STATISTICS)  # each row is four lanes'
+        return self.tile_m * (columns + 4 * STATISTICS)  # each row is four lanes'
 
     @property
     def in_segments(self) -> bool:
@@ -143,7 +140,7 @@ class HopperTiling(ForwardTiling):
     @property
     def separate_o(self) -> bool:
         """Whether the output has shared memory of its own instead of Q's, which may be the next tile's by then."""
-        return self.persistent and not (self.output_direct or self.scheduler is Scheduler.STREAM_K)
+        return self.persistent and not self.output_direct
 
     @property
     def q_stages(self) -> int:

@@ -11,7 +11,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....primitives.cut_rows import bulk_copy
 from ....primitives.emit import Leaves
-from ....primitives.equal_stream_k import EqualStreamK
 from ....primitives.gqa_packing import HeadRows
 from ....primitives.kv_source import copied_rows
 from ....primitives.kv_tiles import WHOLE, KvPart
@@ -23,7 +22,6 @@ from ....primitives.tile_scheduler import Sections, TileScheduler, WorkTile
 from ....primitives.values import Fixed, permuted
 from ..planning.arguments import ForwardArguments
 from ..planning.plan import ForwardPlan
-from ..tiles.scheduler import Scheduler
 
 
 class ForwardOperands(NamedTuple):
@@ -44,7 +42,7 @@ class Launched(NamedTuple):
     queries: Rows
     keys: Rows
     splits: Any  # number of parts, None where kv is not split
-    shares: Any  # `StreamK` or `EqualStreamK`, None where there are none
+    shares: StreamK | None
 
     def blocks(self, plan: ForwardPlan) -> Any:
         """How many there are."""
@@ -135,8 +133,7 @@ def launched(
     shares = None
     if given.left is not None:
         tiles_of_keys = Int32(cute.ceil_div(kv_rows, tiling.tile_n))
-        kind = EqualStreamK if tiling.scheduler is Scheduler.STREAM_K else StreamK
-        shares = kind.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
+        shares = StreamK.of(order.tiles, tiles_of_keys, plan.most_shares, given.left, given.counter)
     return Launched(tmas, tensors, order, queries, keys, splits, shares)
 
 
@@ -156,7 +153,7 @@ class ForwardCall(Fixed):
     keys: Rows
     splits: Int32 | None  # number of parts
     counter: cute.Tensor | None  # from which blocks draw their tiles
-    shares: StreamK | EqualStreamK | None
+    shares: StreamK | None
 
     @property
     def tiles(self) -> Int32:

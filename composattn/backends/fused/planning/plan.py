@@ -27,7 +27,6 @@ from ..rewrites.posed import Posed
 from ..rewrites.strips import chosen_forward
 from ..tiles.architecture import architecture_of
 from ..tiles.few_queries import splits
-from ..tiles.scheduler import Scheduler
 from ..tiles.segments import segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import Chosen, ForwardTiling, Tiling
@@ -227,15 +226,15 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def direct_store(self) -> bool:
         """Whether output rows are stored from registers: parts, packed heads, which leave a copy no mode to end with,
-        what the tiling says, and shares of all, each of whose warps may be the last one that has a part of a row.
+        and what the tiling says.
         """
         of_heads = self.layout.q == "packed" and self.tiling.packed_heads > 1
-        return self.is_split or of_heads or self.tiling.output_direct or self.tiling.scheduler is Scheduler.STREAM_K
+        return self.is_split or of_heads or self.tiling.output_direct
 
     @property
     def counts(self) -> bool:
         """Whether blocks say something to each other by such."""
-        return self.tiling.scheduler.draws or self.tiling.scheduler.shares
+        return self.tiling.scheduler.draws
 
     @property
     def counters(self) -> int:

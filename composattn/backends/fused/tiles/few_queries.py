@@ -50,13 +50,12 @@ def _tiles(problem: Problem, heads: int, rows: int) -> int:
 
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     """Into how many parts the keys of a query tile are cut: as asked for, or so that the call takes least time."""
-    return 1 if problem.schedule.batch_invariant else time_of(problem, tiling, target).parts()
+    whole = problem.schedule.batch_invariant or tiling.scheduler.shares
+    return 1 if whole else time_of(problem, tiling, target).parts()
 
 
 def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
     """The time model of a call with this tiling."""
-    if tiling.scheduler.shares:
-        return TimeOfSharing(problem, tiling, target)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
     return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)
 
@@ -116,7 +115,7 @@ class TimeOfReading(Time):
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
     Fitted to calls of eight rows, each cut in all ways there are (H200, D 64, 96 and 128, 16 to 512 tiles of 1,024 to
-    8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.9 % more than the best of 270 that
+    8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.8 % more than the best of 224 that
     were timed.
     """
 
@@ -158,12 +157,3 @@ class TimeOfReading(Time):
             return max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
         reading = max(filled * self.tile * (1 + self.TO_FEW * max(0.0, 1 - filled)), self.alone)
         return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not self.tiling.reads_far_ahead else 1.0)
-
-
-class TimeOfSharing(TimeOfReading):
-    """`TimeOfReading` where all keys are shared alike: no place is idle."""
-
-    SHARING = 7.6  # beginnings and ends
-
-    def in_parts(self, n: int) -> float:
-        return self.work * self.tiles * self.tile / self.target.sms + self.SHARING

@@ -9,13 +9,12 @@ class Scheduler(enum.Enum):
     """One tile a block, or persistent blocks: by a fixed stride, or by a counter from which the next number is drawn.
 
     Drawn behind the copies of the tile before it: about 1 µs late, but the tile goes to a block that is free sooner.
-    Stream-K gives blocks keys of equal number, not tiles: of all tiles (`primitives.equal_stream_k`), or of the last
-    ones, which are no whole rounds (`primitives.stream_k`).
+    Stream-K gives blocks keys of equal number, not tiles, of the last ones, which are no whole rounds
+    (`primitives.stream_k`).
     """
 
     ONE_TILE = "one block per tile"
     STRIDE = "persistent"
-    STREAM_K = "persistent, all keys shared alike"
     LATE = "persistent, the next tile drawn late"
     LATE_STREAM_K = "persistent, the next tile drawn late, the last two rounds shared alike"
 
@@ -32,4 +31,4 @@ class Scheduler(enum.Enum):
     @property
     def shares(self) -> bool:
         """Whether tiles have keys in several blocks."""
-        return self in (Scheduler.STREAM_K, Scheduler.LATE_STREAM_K)
+        return self is Scheduler.LATE_STREAM_K

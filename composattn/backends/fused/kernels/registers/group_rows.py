@@ -8,13 +8,12 @@ from cutlass import Int32, const_expr
 
 from .....primitives.cut_rows import load, partition
 from .....primitives.emit_strips import KeyWords
-from .....primitives.equal_stream_k import MetPortion
 from .....primitives.lanes import LANES
 from .....primitives.ping_pong import PingPong
 from .....primitives.values import choose, narrow, smaller
 from ..forward import KeyCopies, Role
 from .output_rows import OutputRows, RowGroup
-from .share_sums import MetSums, ShareSums
+from .share_sums import ShareSums
 
 # Loops over kv tiles, each a copy of all that is done for a tile: 0.3 s of compiling. Where there would be more, or one
 # tests in two ways, two loops take turns.
@@ -111,7 +110,6 @@ class RowConsume(Role):
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
         rows = kernel.group_rows(me, kernel.mods, work, call.leaves(work, self.tiling.queries), q_slot)
-        rows.look_for_others(call)
         if tiles.count > 0:
             me.block.q_edge.wait(q_slot)
             k_slot, v_slot = self.walk(rows, tiles, k_slot, v_slot)
@@ -288,12 +286,6 @@ class GroupRows(OutputRows[Any]):
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
 
-    def look_for_others(self, call) -> None:
-        """Who has other keys of a tile that is shared, before its own are summed."""
-        portion = self.work.portion
-        if isinstance(portion, MetPortion):
-            self.met = MetSums(call.shares, self, portion)
-
     def row_tile(self):
         return self.work.m * self.block.groups + self.me.number
 
@@ -303,9 +295,6 @@ class GroupRows(OutputRows[Any]):
         portion = self.work.portion
         if const_expr(portion is None):
             self.put_out(call)
-        elif const_expr(isinstance(portion, MetPortion)):
-            if self.met.is_done():
-                self.put_out(call)
         else:
             sums = ShareSums(call.shares, self)
             if portion.leaves:
