@@ -40,9 +40,13 @@ class QueryRun(Fixed):
     def visits(self, tile: Any) -> Any:
         return (tile >= self.first) & (tile < self.first + self.count)
 
-    def piece(self, index: Any, count: Any) -> QueryRun:
-        """The `index`-th of `count` runs that together are this one."""
-        length = larger(self.count, 0)
+    def piece(self, index: Any, count: Any, head: Any = 0) -> QueryRun:
+        """One of `count` runs that together are this one: the `index`-th, for each `head` another.
+
+        Six tiles in five pieces leave two to one of them. If it was the same for all eight heads of a group, its block
+        had 16 tiles and the others 8.
+        """
+        index, length = (index + head) % count, larger(self.count, 0)
         start, stop = length * index // count, length * (index + 1) // count
         return dataclasses.replace(self, first=self.first + start, count=stop - start)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -558,6 +559,16 @@ def test_pieces_of_a_run_are_the_run() -> None:
         pieces = int(torch.randint(1, 17, ()))
         parts = [QueryRun(first, count, 3, 7).piece(i, pieces) for i in range(pieces)]
         assert [p.tile(i) for p in parts for i in range(p.count)] == list(range(first, first + count))
+
+
+def test_pieces_of_a_group_have_as_many_tiles() -> None:
+    for count, pieces, group in itertools.product(range(1, 14), range(2, 7), (2, 3, 8)):
+        run = QueryRun(2, count, 3, 7)
+        heads = [[run.piece(i, pieces, head) for i in range(pieces)] for head in range(5, 5 + group)]
+        for of_head in heads:
+            assert sorted(p.tile(i) for p in of_head for i in range(p.count)) == list(range(2, 2 + count))
+        tiles = [sum(of_head[i].count for of_head in heads) for i in range(pieces)]
+        assert max(tiles) - min(tiles) <= 1
 
 
 def test_query_tiles_are_visited_once_and_cover_the_intervals() -> None:

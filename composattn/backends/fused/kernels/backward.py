@@ -302,7 +302,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
         if work.piece is not None and n is None and not self.tiling.cuts_heads:
-            runs = [run.piece(work.piece.index, work.piece.count) for run in runs]
+            runs = [run.piece(work.piece.index, work.piece.count, head) for run in runs]
         return runs
 
     @cute.jit
