@@ -12,7 +12,6 @@ import enum
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 from .swizzled_tiles import at_column, swizzled
 from .values import Fixed
@@ -69,22 +68,17 @@ class MatrixTile(Fixed):
         self.place = start + at_column(row, column, rows, columns)
         self.is_turned = operand.is_turned
 
-    def load(self, registers: cute.Tensor, first: int, down: int, beside: int, before: Any = 0) -> None:
-        """Block (`down`, `beside`) to four words of `registers` from `first` on.
+    def block(self, down: int, beside: int) -> tuple[int, int]:
+        """Of block (`down`, `beside`) the column of blocks, and how many bytes behind that column's address it lies."""
+        block, column = divmod(beside, self.wide // SIDE)
+        return column, self.behind + (down * SIDE + block * self.rows) * self.wide * 2
 
-        `before`: bytes before the tile, a multiple of 1,024.
-        """
-        across = self.wide // SIDE
-        block, column = divmod(beside, across)
+    def address(self, column: int, before: Any = 0) -> Any:
+        """This lane's in a column of blocks; `before`: bytes before the tile, a multiple of 1,024."""
         place = self.place if isinstance(before, int) and before == 0 else self.place + before
-        address = place if column == 0 else place ^ (column * SIDE * 2)
-        apart = self.behind + (down * SIDE + block * self.rows) * self.wide * 2
+        return place if column == 0 else place ^ (column * SIDE * 2)
+
+    def spell(self, words: str, address: str, behind: int) -> str:
+        """The instruction that loads a block to registers that are called `words`."""
         turned = ".trans" if self.is_turned else ""
-        words = cute.arch.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-            f"[{{$r0}} + {apart}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
-        for i, word in enumerate(words):
-            registers[first + i] = word
+        return f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {words}, [{address} + {behind}];"

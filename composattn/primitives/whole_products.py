@@ -28,18 +28,36 @@ class Instruction:
     spell: Callable[[str, str, str, str], str]
 
 
-class _Operands:
-    """What a piece of assembly takes, and what each is called in it: a number, behind those of its results."""
+class Operands:
+    """What a piece of assembly with so many results takes, and what each is called in it: a number behind theirs."""
 
     def __init__(self, results: int) -> None:
-        self.values: list[ir.Value] = []
-        self.constraints = ["=f"] * results
-        self._results = results
+        self.results = llvm.StructType.get_literal([ir.F32Type.get()] * results)
+        self._values: list[ir.Value] = []
+        self._constraints = ["=f"] * results
+        self._count = results
 
     def name(self, constraint: str, value: ir.Value) -> str:
-        self.values.append(value)
-        self.constraints.append(constraint)
-        return f"${self._results + len(self.values) - 1}"
+        self._values.append(value)
+        self._constraints.append(constraint)
+        return f"${self._count + len(self._values) - 1}"
+
+    def go_on(self, sums: ir.Value) -> None:
+        """Each result begins with the sum of its number, in the same register."""
+        for number, value in enumerate(members(sums, ir.F32Type.get(), range(self._count))):
+            self.name(str(number), value)
+
+    def run(self, lines: Iterable[str], has_side_effects: bool = True) -> ir.Value:
+        """The results of these instructions."""
+        return llvm.inline_asm(
+            self.results,
+            self._values,
+            "\n".join(lines),
+            ",".join(self._constraints),
+            has_side_effects=has_side_effects,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
 
 
 def multiply(
@@ -57,20 +75,10 @@ def multiply(
     """
     count, kept = cute.size(accumulator), accumulator.iterator.to_llvm_ptr()
     assert cute.cosize(accumulator.layout) == count, "sums that lie apart are not loaded as one"
-    sums = llvm.StructType.get_literal([ir.F32Type.get()] * count)
-    before = llvm.mlir_undef(sums) if anew and not accumulate else llvm.load(sums, kept)
-    operands = _Operands(count)
-    for number, value in enumerate(_members(before, ir.F32Type.get(), range(count))):
-        operands.name(str(number), value)  # in the register of the result of that number
-    result = llvm.inline_asm(
-        sums,
-        operands.values,
-        "\n".join(_lines(instruction, operands, accumulator.layout, a, b, steps, accumulate)),
-        ",".join(operands.constraints),
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    operands = Operands(count)
+    anew = anew and not accumulate
+    operands.go_on(llvm.mlir_undef(operands.results) if anew else llvm.load(operands.results, kept))
+    result = operands.run(_lines(instruction, operands, accumulator.layout, a, b, steps, accumulate))
     llvm.store(result, kept)
 
 
@@ -80,7 +88,7 @@ _Spelled = Callable[[int, int], tuple[str, str]]
 
 def _lines(
     instruction: Instruction,
-    operands: _Operands,
+    operands: Operands,
     sums: cute.Layout,
     a: cute.Tensor,
     b: cute.Tensor,
@@ -97,7 +105,7 @@ def _lines(
     lines = []
     for step, block, part in itertools.product(steps, blocks, parts):
         first = cute.crd2idx((0, block, part), sums)
-        results = _listed(f"${first + number}" for number in range(instruction.results))
+        results = listed(f"${first + number}" for number in range(instruction.results))
         right_name, right_made = right(part, step)
         left_name, left_made = left(block, step)
         lines += [
@@ -108,7 +116,7 @@ def _lines(
     return lines
 
 
-def _from_shared(operands: _Operands, tile: cute.Tensor, name: str) -> _Spelled:
+def _from_shared(operands: Operands, tile: cute.Tensor, name: str) -> _Spelled:
     """By the descriptor of a tile, which says where it is and how it lies, and to which its layout's strides are added.
 
     Each step adds its own, where it is: made ahead, addresses spill up to 39 registers.
@@ -123,21 +131,21 @@ def _from_shared(operands: _Operands, tile: cute.Tensor, name: str) -> _Spelled:
     return spelled
 
 
-def _from_registers(operands: _Operands, a: cute.Tensor, steps: range, words: int) -> _Spelled:
+def _from_registers(operands: Operands, a: cute.Tensor, steps: range, words: int) -> _Spelled:
     """By the registers of each step, in which two numbers of 16 bits lie together, or four of 8."""
     word, together = ir.IntegerType.get_signless(32), 32 // a.element_type.width
     every = llvm.StructType.get_literal([word] * (cute.cosize(a.layout) // together))
     loaded, names = llvm.load(every, a.iterator.to_llvm_ptr()), {}
     for step in steps:
         first = cute.crd2idx((0, 0, step), a.layout) // together
-        values = _members(loaded, word, range(first, first + words))
-        names[step] = _listed([operands.name("r", value) for value in values])
+        values = members(loaded, word, range(first, first + words))
+        names[step] = listed([operands.name("r", value) for value in values])
     return lambda block, step: (names[step], "")
 
 
-def _members(struct: ir.Value, kind: ir.Type, numbers: Iterable[int]) -> list[Any]:
+def members(struct: ir.Value, kind: ir.Type, numbers: Iterable[int]) -> list[Any]:
     return [llvm.extractvalue(kind, struct, [number]) for number in numbers]
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     return "{" + ", ".join(names) + "}"

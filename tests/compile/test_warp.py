@@ -12,6 +12,7 @@ import composattn as ca
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan import plan_forward
 from tests.compile.compiled_cells import Matrix, Record
+from tests.compile.golden import traced_form
 from tests.compile.warp_matrix import (
     BACKWARD,
     DIMS,
@@ -95,3 +96,11 @@ def test_every_cell_was_compiled_and_fits(matrix: Matrix) -> None:
     rows = Record.read(matrix.record).rows
     assert list(rows) == [str(cell) for cell in matrix.cells]
     assert {name: row["faults"] for name, row in rows.items() if row["faults"]} == {}
+
+
+def test_a_product_is_one_operation() -> None:
+    """Scores and output in each of two loops; as one operation for each two instructions they take twice as long."""
+    plan = Cell(GPUS["sm_80"], 256, "causal", "dense").plan
+    lines = traced_form(plan).splitlines()
+    assert sum("mma.sync" in line for line in lines) == 4
+    assert len(lines) < 8_000  # 11,062 before

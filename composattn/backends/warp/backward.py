@@ -216,10 +216,10 @@ class KeyWarp(KeyGroup):
         if self.plan.deterministic:
             turn = self.kernel.turn(call, self.work, self.head, m)
             before = DqSemaphore(self.kernel).before(call, self.work, self.head, self.run, number, self.lane)
-        held = list(products.dq_lefts()) if tiling.dq_pieces > 1 else None
+        held = products.dq_held() if tiling.dq_pieces > 1 else None
 
         def add(piece: Any) -> None:
-            tQrdQ = products.dq(held or products.dq_lefts(), piece)
+            tQrdQ = products.dq(held, piece)
             if turn is not None:
                 wait_for(turn, before * tiling.warps)
                 cute.arch.sync_warp()

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import cutlass.cute as cute
@@ -12,7 +11,7 @@ from cutlass.memory import SmemAllocator
 from ...primitives.matrix_loads import MatrixTile, Operand
 from ...primitives.swizzled_tiles import at_column, swizzled
 from ...primitives.values import Fixed
-from .mma import Warp
+from .mma import Left, Shared, Warp
 from .tiling import ROWS, Part, WarpBackwardTiling
 
 LINE = 8  # numbers of 16 bytes
@@ -98,11 +97,7 @@ class BackwardProducts(Fixed):
     def _of_keys(self, keys: MatrixTile, queries: MatrixTile, columns: int, before: Any) -> cute.Tensor:
         warp = self.of_scores
         sums = warp.sums(self.tiling.score_queries)
-        parts = warp.parts(sums)
-        for step in range(columns // ROWS):
-            left = warp.get(warp.left(), keys, 0, step)
-            for j, part in enumerate(parts):
-                warp.add(part, left, queries, j, step, before)
+        warp.add(sums, Shared(keys), Shared(queries, before), columns // ROWS)
         return sums
 
     def put(self, rounded: cute.Tensor, name: str) -> None:
@@ -130,19 +125,13 @@ class BackwardProducts(Fixed):
     def add_others(self, sums: tuple[cute.Tensor, cute.Tensor], stage: Any) -> None:
         """Pᵀ dO to dV and dSᵀ Q to dK, of what others put to shared memory; of all, where it keeps none of its own."""
         for part in range(int(self.keeps_own), len(self.q_columns)):
-            self._add_sums(sums, [self._steps_of(tiles[part]) for tiles in (self.p, self.ds)], part, stage)
-
-    def _steps_of(self, tile: MatrixTile) -> Iterator[cute.Tensor]:
-        return (self.of_sums.get(self.of_sums.left(), tile, 0, step) for step in range(self.steps))
+            self._add_sums(sums, [Shared(tiles[part]) for tiles in (self.p, self.ds)], part, stage)
 
     def _add_sums(self, sums: tuple[cute.Tensor, cute.Tensor], lefts: list[Any], whose: int, stage: Any) -> None:
-        warp, across = self.of_sums, self.tiling.sums.across
+        across = self.tiling.sums.across
         rights = (self.do_columns[whose], self.do_bytes), (self.q_columns[whose], self.q_bytes)
-        for total, steps, (right, size) in zip(sums, lefts, rights, strict=True):
-            parts = warp.parts(total)
-            for step, left in enumerate(steps):
-                for j, part in enumerate(parts):
-                    warp.add(part, left, right, step, j * across, stage * size)
+        for total, left, (right, size) in zip(sums, lefts, rights, strict=True):
+            self.of_sums.add(total, left, Shared(right, stage * size, across), self.steps)
 
     # --- sums over keys ------------------------------------------------------------------------------------
 
@@ -154,13 +143,16 @@ class BackwardProducts(Fixed):
         part, of_column = self.tiling.d // ROWS // self.tiling.dq.across, self.tiling.dq_rows // 2
         return next(n for n in range(1, part + 1) if part % n == 0 and part // n * of_column <= DQ_AT_ONCE)
 
-    def dq_lefts(self) -> Iterator[cute.Tensor]:
-        """dS as left operands, step by step."""
-        steps = range(self.tiling.tile_n // ROWS)
-        return (self.of_dq.get(self.of_dq.left(), self.ds_rows, step, 0) for step in steps)
+    @property
+    def dq_steps(self) -> int:
+        return self.tiling.tile_n // ROWS
 
-    def dq(self, lefts: Any, piece: Any) -> cute.Tensor:
-        """A piece of this warp's columns of dS K."""
+    def dq_held(self) -> list[Left]:
+        """dS as left operands in registers, step by step, for all pieces."""
+        return [self.of_dq.words(Shared(self.ds_rows), step) for step in range(self.dq_steps)]
+
+    def dq(self, held: list[Left] | None, piece: Any) -> cute.Tensor:
+        """A piece of this warp's columns of dS K; dS is read from shared memory where registers do not hold it."""
         across, k = self.tiling.dq.across, copy.copy(self.k_columns)
         count = self.tiling.d // ROWS // across // self.dq_pieces
         columns = count * across * ROWS
@@ -168,10 +160,7 @@ class BackwardProducts(Fixed):
         if side > 1:
             k.place = k.place ^ (piece % side * (2 * columns))
         sums, before = self.of_dq.sums(count * ROWS), piece // side * (2 * self.tiling.tile_n * max(columns, k.wide))
-        parts = self.of_dq.parts(sums)
-        for step, left in enumerate(lefts):
-            for j, part in enumerate(parts):
-                self.of_dq.add(part, left, k, step, j * across, before)
+        self.of_dq.add(sums, held or Shared(self.ds_rows), Shared(k, before, across), self.dq_steps)
         return sums
 
 
