@@ -108,8 +108,8 @@ class Warp(Fixed):
     def add(self, sums: cute.Tensor, left: Shared | list[Left], right: Shared, steps: int) -> None:
         """To sums the products of so many steps, in one operation of the kernel language.
 
-        `cute.gemm` makes a loop of each two instructions, which the compiler unrolls: a causal forward of D 256 took 2.9
-        CPU seconds to compile for 1.5.
+        `cute.gemm` makes a loop of each two instructions, which the compiler unrolls: a causal forward of D 256 took
+        2.9 CPU seconds to compile for 1.5.
         """
         count, kept = cute.size(sums), sums.iterator.to_llvm_ptr()
         operands = Operands(count)
