@@ -155,7 +155,7 @@ def _say_if_never_run(picked: str) -> None:
     architecture = ARCHITECTURES.get(picked)
     if architecture is not None and not architecture.ran:
         warnings.warn(
-            f'backend=None picks "{picked}" for {architecture.chip} GPUs: its kernels were compiled, read in machine '
+            f'backend=None picks "{picked}" for a {architecture.chip} GPU: its kernels were compiled, read in machine '
             "code and emulated, and never ran on such a device. `python -m composattn doctor --full` checks them on "
             f'this one; backend="{picked}" takes them without this warning, backend="streaming" computes in PyTorch',
             errors.NeverRanOnDevice,

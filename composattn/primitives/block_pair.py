@@ -67,7 +67,7 @@ class PairWarps:
         return 2 * self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive(barriers + stage, LEADER, lane)
+        arrive_at(barriers + stage, LEADER, lane)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class OtherWarps:
         return self.count
 
     def arrive(self, barriers: cute.Pointer, stage: Int32, lane: Any) -> None:
-        _arrive(barriers + stage, other(), lane)
+        arrive_at(barriers + stage, other(), lane)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,5 +137,6 @@ class PairSums(Fixed):
             registers[i] = registers[i] + found[i]
 
 
-def _arrive(barrier: cute.Pointer, block: Any, lane: Any) -> None:
+def arrive_at(barrier: cute.Pointer, block: Any, lane: Any) -> None:
+    """At a barrier of a block of the pair, which then sees what this thread wrote."""
     when(lane == 0, lambda: cute.arch.mbarrier_arrive(barrier, block, scope=nvvm.MemScopeKind.CLUSTER))

@@ -39,12 +39,26 @@ class DynamicScheduler(Fixed):
         """The next number, in all lanes of the warp that announces."""
         asked = one_more(self.counter.iterator, lane == 0, None if self.tiles is None else self.tiles - 1)
         drawn = cute.arch.shuffle_sync(asked, 0)
-        return drawn if self.draws_first else cute.arch.grid_dim()[0] + drawn
+        return drawn if self.draws_first else self.first_free() + drawn
 
     def announce(self, slot: Slot, number: Int32, lane: Int32) -> None:
-        """To the warps of this block, once all have heard what `slot` held before."""
+        """To all who hear, once all have heard what `slot` held before."""
         self.edge.wait_empty(slot)
+        self.put(slot, number, lane)
+
+    def first_free(self) -> Int32:
+        """The first number that no block has from the start."""
+        return cute.arch.grid_dim()[0]
+
+    def put(self, slot: Slot, number: Int32, lane: Int32) -> None:
+        """Where all will look for it."""
         _put_if(self.numbers + slot.index, number, self.edge.full + slot.index, lane == 0)
+
+    def hand_out(self, slot: Slot, lane: Int32) -> Int32:
+        """The next number, which all others hear, for the warp that announces."""
+        number = self.draw(lane)
+        self.announce(slot, number, lane)
+        return number
 
     def hear(self, slot: Slot, lane: Int32) -> Int32:
         """The number that is announced on `slot`."""

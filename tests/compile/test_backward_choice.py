@@ -46,7 +46,10 @@ def test_at_timed_sizes_wide_heads_go_by_the_kernel_that_won() -> None:
     assert {timed(m, 256, n).step for m in (FULL, CAUSAL) for n in (2048, 8192)} == {exchanged}
     assert {timed(m, 192, 8192, dv=dv).step for m in (FULL, CAUSAL) for dv in (128, 192)} == {exchanged}
     assert [timed(m, 192, 2048).step for m in (FULL, CAUSAL)] == [exchanged] * 2
-    assert timed(CAUSAL, 192, 1024).step == "backward_wide"
+    assert [timed(CAUSAL, 192, n, in_order=fixed).step for n, fixed in ((1024, False), (512, True))] == [
+        exchanged,
+        "backward_wide",
+    ]
     assert {
         timed(m, d, 8192, dv=dv, in_order=True).step for m in (FULL, CAUSAL) for d, dv in ((256, 256), (192, 128))
     } == {exchanged}
@@ -94,13 +97,24 @@ def test_tiles_of_128_queries_have_few_rows_in_vain_and_no_short_lines_behind_sc
     assert chosen(64, (16, 16, 1024, 1024), "softcap-causal").tile_m == 128
 
 
+def test_pairs_stay_up_to_four_thousand_tokens_where_nothing_spills() -> None:
+    """They take 0.90 to 0.97 of the time of a block a tile, and 0.86 to 0.94 of one block with 64 keys."""
+    dims = (160, 160), (192, 192), (192, 128), (256, 256)
+    stay = {
+        (d, m): timed(m, d, n, dv=dv).tiling.persistent for d, dv in dims for m in (FULL, CAUSAL) for n in (512, 4096)
+    }
+    assert [of for of, stays in stay.items() if not stays] == [(256, FULL)]
+    assert not any(timed(CAUSAL, d, 8192).tiling.persistent for d in (192, 256))
+    assert not timed("softcap-causal", 192, 512).tiling.persistent
+    assert not timed(CAUSAL, 192, 512, in_order=True).tiling.persistent
+
+
 def test_pairs_exchange_gradients_whatever_mods_there_are_where_nothing_spills() -> None:
-    """Short causal calls with a key/value head per query head are the exception: 128 keys at a time are too many."""
     short, grouped = (8, 8, 406, 406), (8, 1, 406, 406)
     exchange = "backward_exchange"
     assert {chosen(d, grouped, m).kernel for d in (160, 192, 256) for m in (CAUSAL, "relative-full")} == {exchange}
     assert {chosen(d, short, m).kernel for d in (160, 192, 256) for m in (FULL, "relative-full")} == {exchange}
-    assert {chosen(d, short, CAUSAL).kernel for d in (160, 192)} == {"backward_wide"}
+    assert {chosen(d, short, CAUSAL).kernel for d in (160, 192)} == {exchange}
     assert {chosen(192, short, m, dv=128).kernel for m in (FULL, CAUSAL, "document", "grid")} == {exchange}
     assert [chosen(d, grouped, "grid").kernel for d in (192, 256)] == [exchange, "backward_wide"]
     assert {chosen(d, grouped, "document").kernel for d in (192, 256)} == {exchange}

@@ -27,6 +27,7 @@ from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.running.emulated import captured
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import HOPPER, Target
+from composattn.backends.hopper.backward_wide import Side
 from composattn.backends.hopper.key_tile import HopperBackwardBlock
 from composattn.call.problem import Problem
 from composattn.emulator.findings import SharedRace, UninitialisedGlobal
@@ -149,6 +150,16 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "last-cut-d320": (("causal", torch.bfloat16, 2, 1, 150, 150, 320, 264, True, False), LEAVE, (3, 2, 2)),
     "exchange-last-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 128, True, False), {}, (3, 2, 2)),
     "exchange-clearing": (("plain", torch.bfloat16, 2, 2, 250, 270, 192, 128, False, False), CLEARING, None),
+    "exchange-stays": (("causal", torch.bfloat16, 4, 2, 150, 300, 192, 128, True, False), STAY, None),
+    "exchange-stays-d256": (("window", torch.float16, 2, 2, 200, 300, 256, 256, False, False), STAY, None),
+    "exchange-stays-in-order": (("plain", torch.bfloat16, 2, 2, 150, 290, 192, 128, True, True), STAY, None),
+    "exchange-stays-clearing": (
+        ("plain", torch.bfloat16, 2, 2, 250, 270, 192, 128, False, False),
+        STAY | CLEARING,
+        None,
+    ),
+    "exchange-stays-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 128, True, False), STAY, (3, 2, 2)),
+    "exchange-stays-d160": (("causal", torch.float16, 2, 2, 300, 300, 160, 160, True, False), STAY, None),
     "stay-d64": (("causal", torch.bfloat16, 2, 1, 300, 300, 64, 64, True, False), STAY, None),
     "stay-d96": (("window", torch.float16, 3, 3, 150, 270, 96, 80, False, False), STAY, None),
     "stay-d128": (("causal", torch.bfloat16, 3, 3, 300, 300, 128, 128, True, False), STAY, None),
@@ -186,6 +197,24 @@ def check_shared(case: str, folder: Path, generator: torch.Generator, mode: Mode
 @pytest.mark.parametrize("case", often(SHARED))
 def test_whoever_computes_a_tile_it_is_the_same(case: str, folder: Path, generator: torch.Generator) -> None:
     check_shared(case, folder, generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)
+@pytest.mark.parametrize("case", [name for name in SHARED if "exchange-stays" in name])
+def test_both_blocks_of_a_pair_that_stays_hear_the_same_tiles(
+    case: str, mode: Mode, folder: Path, generator: torch.Generator
+) -> None:
+    check_shared(case, folder, generator, mode)
+
+
+@pytest.mark.slow
+def test_the_next_keys_come_to_a_pair_that_stays_when_dk_and_dv_have_left(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Side, "drain_stores", lambda self: None)
+    with pytest.raises(SharedRace):
+        check_shared("exchange-stays", tmp_path, generator, LATE)
 
 
 @pytest.mark.parametrize("mode", [LATE, random_mode(1)], ids=str)

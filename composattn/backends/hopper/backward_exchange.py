@@ -5,9 +5,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from ...primitives.block_pair import BothWarps, copy_across, meet, other, rank
+from ...primitives.block_pair import BothWarps, PairWarps, copy_across, meet, other, rank
 from ...primitives.cut_rows import bulk_copy, load, partition
 from ...primitives.dynamic_scheduler import DynamicScheduler
+from ...primitives.pair_scheduler import PairScheduler
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
 from ...primitives.register_chunks import add_part
 from ...primitives.swizzled_tiles import tile_layout
@@ -131,6 +132,8 @@ def across_layout(tiling):
 class ExchangeBlock(HopperBackwardBlock):
     """Shared memory and edges as of `HopperBackwardBlock`, those of the three groups, and what comes from the other."""
 
+    scheduler = PairScheduler
+
     def __init__(self, tiling: ExchangeBackwardTiling, layouts, dtype, deterministic, counter):
         self.pair = tiling
         super().__init__(tiling.of_block, layouts, dtype, deterministic, counter)
@@ -144,11 +147,15 @@ class ExchangeBlock(HopperBackwardBlock):
         self.ds_bytes = pair.tile_m * pair.block_keys * wide
         keys = Copies(pair.block_keys * (pair.d + pair.dv + pair.d // 2) * wide)
         added = {"added": Edge(2, side, None)} if self.in_order else {}
+        # the groups, who copies, who sends dS, and in a fixed order who waits for turns and who tells them
+        hears = warps_of(pair.warpgroups + 1).count + 2 + 2 * self.in_order
+        queue = {"queue": Edge(2, Warps(1), PairWarps(hears))} if pair.persistent else {}
         return {
-            "kv": Edge(1, keys, warps_of(pair.warpgroups)),
+            "kv": Edge(1, keys, warps_of(pair.warpgroups + pair.persistent)),
             "ds": Edge(stages, side, BothWarps(WARPGROUP // 32)),
             "weights": Edge(1, side, side),
             **added,
+            **queue,
             "ds there": Edge(stages, Copies(self.ds_bytes), side),
         }
 

@@ -104,6 +104,11 @@ class HopperBackwardTiling(BackwardTiling):
         return self.kernel == "backward_exchange"
 
     @property
+    def results_apart(self) -> bool:
+        """Whether dK and dV leave through shared memory of their own, while the next K and V come."""
+        return self.persistent and not (self.dq_in_bulk or self.shared_keys)
+
+    @property
     def part_columns(self) -> int:
         """Columns of dQ that a warpgroup of its own computes at a time: whole swizzled rows, 16 and more.
 
@@ -149,9 +154,8 @@ class HopperBackwardTiling(BackwardTiling):
         front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
         weights = self.tile_m * self.tile_n * self.shared_keys
         numbers = weights + self.dq_numbers * self.dq_in_bulk + self.distances
-        twice = self.persistent and not self.dq_in_bulk  # dK and dV leave through a place of their own
         moving += self.tile_n * self.d * (self.k_stages - 1)
-        return element_bytes * (stationary * (1 + twice) + moving + scores) + 4 * numbers + front
+        return element_bytes * (stationary * (1 + self.results_apart) + moving + scores) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""

@@ -107,6 +107,16 @@ class Side(KeyWarpgroup):
         """Which part of the columns of dK and dV this block has."""
         return 0
 
+    def release_keys(self, kv_slot):
+        """Later, as dK and dV leave through the place of K and V."""
+        self.kv_slot = kv_slot
+
+    def finish(self, call):
+        super().finish(call)
+        if const_expr(self.tiling.persistent):
+            self.drain_stores()
+            self.block.kv_edge.release(self.kv_slot, self.lane)
+
     def leave_piece(self, call):
         store_part(call.pieces.sums[self.result][self.work.piece.slot, None], self.total, self.part(), self.thread)
         call.pieces.note(self.work, self.tiling.tile_n, (self.result == 0) & (self.thread == 0))

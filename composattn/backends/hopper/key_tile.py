@@ -39,7 +39,7 @@ class HopperLayouts(NamedTuple):
         k = tile_layout(tiling.tile_n, tiling.d, stages, together=dq_columns(tiling))
         v = tile_layout(tiling.tile_n, tiling.dv)
         leaving = k, v
-        if tiling.persistent:
+        if tiling.results_apart or tiling.dq_in_bulk:
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
         ds = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
@@ -66,6 +66,8 @@ def key_edges(tiling: HopperBackwardTiling, wide: int, consumers: Warps) -> dict
 class HopperBackwardBlock(Fixed):
     """Shared memory of one block, and the edges between the roles."""
 
+    scheduler = DynamicScheduler
+
     def __init__(
         self,
         tiling: HopperBackwardTiling,
@@ -87,7 +89,7 @@ class HopperBackwardBlock(Fixed):
         self.queue = None
         if tiling.persistent:
             numbers = smem.allocate_array(Int32, edges["queue"].stages)
-            self.queue = DynamicScheduler(bound["queue"], numbers, counter, draws_first=deterministic or waits)
+            self.queue = self.scheduler(bound["queue"], numbers, counter, draws_first=deterministic or waits)
         # of each turn, whether it is the first at its query tile
         self.firsts = smem.allocate_array(Int32, edges["turn"].stages) if tiling.dq_begins == "turn" else None
         barriers = Barriers()
@@ -108,7 +110,7 @@ class HopperBackwardBlock(Fixed):
         self.sdS = tiles(layouts.ds)
         # dK and dV on their way out (keys of a warpgroup, columns, warpgroup): the next K and V come in meanwhile
         self.sdK = self.sdV = None
-        if tiling.persistent and not tiling.dq_in_bulk:
+        if tiling.results_apart:
             self.sdK, self.sdV = tiles(layouts.dk), tiles(layouts.dv)
         # dQ on its way out, in the order of registers, a warpgroup's part after the other's
         self.sdQ = None

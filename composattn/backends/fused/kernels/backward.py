@@ -98,7 +98,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         sharing = self.plan.tiling.sharing
         blocks = numbers = order.tiles if pieces is None else pieces.numbers
         if const_expr(tiling.persistent):
-            blocks = cutlass.min(blocks, self.plan.target.sms)
+            blocks = cutlass.min(blocks, self.plan.target.sms // sharing)
         self.kernel(
             tmas,
             tensors,
@@ -519,9 +519,7 @@ class BackwardCall(Fixed):
 def draw(queue: DynamicScheduler, slot: Slot, lane: Int32) -> Int32:
     """The number of this block's next tile, for the copying warp, which tells all others."""
     cute.arch.griddepcontrol_wait()  # for the counter
-    number = queue.draw(lane)
-    queue.announce(slot, number, lane)
-    return number
+    return queue.hand_out(slot, lane)
 
 
 def pieces_of(tiling: BackwardTiling, given: PiecesArguments) -> Pieces:
