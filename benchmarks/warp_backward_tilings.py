@@ -42,6 +42,8 @@ class BackwardShape(NamedTuple):
     dq_rows: int
     stages: int = 1
     blocks: int = 1
+    dq_pieces: int = 1
+    held: int = 0
 
 
 NARROW = (
@@ -61,6 +63,8 @@ MIDDLE = (
 )  # fmt: skip
 WIDE = (
     BackwardShape(64, 64, 8, 16, 32, 32, 2), BackwardShape(64, 64, 8, 16, 32, 32, 1),
+    BackwardShape(64, 64, 8, 16, 32, 32, 2, held=192), BackwardShape(64, 64, 8, 16, 32, 32, 2, dq_pieces=3, held=256),
+    BackwardShape(64, 64, 8, 32, 32, 32, 2, held=96), BackwardShape(64, 64, 8, 32, 32, 32, 2, dq_pieces=3, held=160),
     BackwardShape(64, 64, 8, 16, 32, 16, 2), BackwardShape(64, 64, 8, 32, 32, 32, 2),
     BackwardShape(64, 64, 8, 16, 32, 16, 1), BackwardShape(64, 64, 8, 16, 16, 16, 1),
     BackwardShape(64, 64, 8, 16, 64, 32, 1), BackwardShape(64, 64, 4, 32, 32, 32, 1),

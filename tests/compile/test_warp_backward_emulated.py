@@ -18,7 +18,7 @@ from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
-from composattn.backends.warp.tiling import BACKWARD, backward_of, choose_backward
+from composattn.backends.warp.tiling import BACKWARD, Part, backward_of, choose_backward
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -132,14 +132,29 @@ def right_by(plans: BackwardPlans, attention: ca.Attention, inputs: list[torch.T
             assert (a - b).float().norm() <= 2**-7 * b.float().norm()
 
 
+OF_192 = (
+    dict(zip(FIELDS, (64, 64, 4, 32, 32, 32, 1, 1), strict=True)),  # two pieces of dQ would be 96 columns each
+    {**dict(zip(FIELDS, (64, 64, 8, 32, 32, 32, 2, 1), strict=True)), "held": 96},
+)
+EVERY = [(said, 192 if said.get("held") else 64) for said in (*MORE, *(row.says for row in BACKWARD))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [*MORE, *(row.says for row in BACKWARD)], ids=str)
-def test_every_tile_gives_right_numbers(said: dict[str, int], generator: torch.Generator) -> None:
+@pytest.mark.parametrize(("said", "d"), [*EVERY, *((said, 192) for said in OF_192)], ids=str)
+def test_every_tile_gives_right_numbers(said: dict[str, int], d: int, generator: torch.Generator) -> None:
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
-    q, k, v, dout = draw(1, 2, 300, 64), draw(1, 1, 150, 64), draw(1, 1, 150, 64), draw(1, 2, 300, 64)
+    rows, keys = (300, 150) if d == 64 else (100, 90)
+    q, k, v, dout = draw(1, 2, rows, d), draw(1, 1, keys, d), draw(1, 1, keys, d), draw(1, 2, rows, d)
     problem, attention = Problem.of(q, k, v), ca.Attention(mask_mod=causal(), backend="warp-emulated")
-    tiling = backward_of(said, problem, (64, 64), attention.program)
+    tiling = backward_of(said, problem, (d, d), attention.program)
     right_by(plan_backward(problem, attention.program, AMPERE, tiling=tiling), attention, [q, k, v], dout)
+
+
+def test_pieces_of_dq_are_parts_of_a_line_or_whole_lines() -> None:
+    assert Part(32, 2).serves(192, 3)
+    assert not Part(32, 2).serves(192, 2)  # 96 columns, of lines of 64: half of dQ was left out
+    assert Part(32, 4).serves(256, 2)
+    assert Part(16, 2).serves(96, 3)
 
 
 @pytest.mark.slow

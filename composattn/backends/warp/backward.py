@@ -37,7 +37,8 @@ class WarpBackward(Backward[WarpBackwardTiling]):
 
     At the first meeting Q and dO of the tile are there; at the second one dS. With one stage the next copies start
     behind that, once all have read Q and dO. Where a warp has scores of the keys of its sums, dV and dK of its own
-    queries come before the second meeting, from registers.
+    queries come before the second meeting, from registers. Columns of K and V may be in registers from the first
+    meeting on (`held`): what a step reads of shared memory is what it takes most time for.
     """
 
     keeps_shared_base = False
@@ -119,10 +120,16 @@ class KeyWarp(KeyGroup):
         """Nothing: with the first query tile they are there."""
 
     def begin_run(self, call, run, carried):
-        """The copies of its first tile start: whatever was in their stage, all have read."""
+        """The copies of its first tile start: whatever was in their stage, all have read.
+
+        Who holds keys has them then: those of a tile's first run come with its first queries.
+        """
         step = carried[0].anew()
         self.run = run.tested_where(self.work.is_cut(self.tiling.tile_n))
         _start_if(step.number < run.count, self, step.number, step.stage)
+        if self.tiling.held:
+            self.meet()
+            self.products.hold_keys()
         return (step,)
 
     def tested(self, run, i, is_cut):

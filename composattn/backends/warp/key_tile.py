@@ -56,8 +56,13 @@ class BackwardProducts(Fixed):
         self.dq_row, self.dq_column = number // tiling.dq.across * tiling.dq_rows, number % tiling.dq.across
         self.of_dq = Warp(block.dtype, tiling.dq_rows // ROWS)
         of_queries = self.first_query if side > 1 else None
-        self.k = self.tile("k", n, d, Operand.LEFT, self.first_key)
-        self.v = self.tile("v", n, dv, Operand.LEFT, self.first_key)
+        held = min(tiling.held, d)
+        # with how many columns registers hold
+        self.keys = {
+            name: (self.tile(name, n, width, Operand.LEFT, self.first_key), columns)
+            for name, width, columns in (("k", d, held), ("v", dv, min(tiling.held - held, dv)))
+        }
+        self.held: dict[str, list[Left]] = {}
         self.q = self.tile("q", m, d, Operand.RIGHT_ROWS, of_queries)
         self.do = self.tile("do", m, dv, Operand.RIGHT_ROWS, of_queries)
         # dK and dV are summed over parts of the queries: those of its own scores, if these are of the same keys, first
@@ -88,16 +93,21 @@ class BackwardProducts(Fixed):
 
     def scores(self, stage: Any) -> cute.Tensor:
         """K Qᵀ of a stage."""
-        return self._of_keys(self.k, self.q, self.tiling.d, stage * self.q_bytes)
+        return self._of_keys("k", Shared(self.q, stage * self.q_bytes), self.tiling.d)
 
     def gradients(self, stage: Any) -> cute.Tensor:
         """V dOᵀ of a stage."""
-        return self._of_keys(self.v, self.do, self.tiling.dv, stage * self.do_bytes)
+        return self._of_keys("v", Shared(self.do, stage * self.do_bytes), self.tiling.dv)
 
-    def _of_keys(self, keys: MatrixTile, queries: MatrixTile, columns: int, before: Any) -> cute.Tensor:
-        warp = self.of_scores
+    def hold_keys(self) -> None:
+        """Columns of K and V to registers, once they are in shared memory."""
+        for name, (keys, columns) in self.keys.items():
+            self.held[name] = [self.of_scores.words(Shared(keys), step) for step in range(columns // ROWS)]
+
+    def _of_keys(self, name: str, queries: Shared, columns: int) -> cute.Tensor:
+        warp, (keys, _) = self.of_scores, self.keys[name]
         sums = warp.sums(self.tiling.score_queries)
-        warp.add(sums, Shared(keys), Shared(queries, before), columns // ROWS)
+        warp.add(sums, Shared(keys, held=self.held.get(name, [])), queries, columns // ROWS)
         return sums
 
     def put(self, rounded: cute.Tensor, name: str) -> None:
@@ -140,8 +150,9 @@ class BackwardProducts(Fixed):
         """In how many pieces this warp's part of dQ leaves: as many as are asked for, or as registers want."""
         if self.tiling.dq_pieces > 1:
             return self.tiling.dq_pieces
-        part, of_column = self.tiling.d // ROWS // self.tiling.dq.across, self.tiling.dq_rows // 2
-        return next(n for n in range(1, part + 1) if part % n == 0 and part // n * of_column <= DQ_AT_ONCE)
+        part, d = self.tiling.dq, self.tiling.d
+        count, of_column = d // ROWS // part.across, part.rows // 2
+        return next(n for n in range(1, count + 1) if part.serves(d, n) and count // n * of_column <= DQ_AT_ONCE)
 
     @property
     def dq_steps(self) -> int:

@@ -1,7 +1,7 @@
 """A warp's tensor core (mma.sync): products of 16 rows, operands from shared memory by ldmatrix, sums in registers."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,15 @@ Left = list[list[ir.Value]]  # of a step, by blocks of rows: four registers with
 
 @dataclass(frozen=True)
 class Shared:
-    """An operand in shared memory, so many bytes behind the tile; the columns of sums lie so many blocks apart."""
+    """An operand in shared memory, so many bytes behind the tile; the columns of sums lie so many blocks apart.
+
+    Registers hold the first steps of a left one.
+    """
 
     tile: MatrixTile
     before: Any = 0
     apart: int = 1
+    held: Sequence[Left] = ()
 
     def block(self, step: int, number: int) -> tuple[int, int]:
         """Of a step the block of this number, see `MatrixTile.block`."""
@@ -150,12 +154,15 @@ _Named = Callable[[int, int, list[str]], tuple[list[str], list[str]]]
 
 
 def _named(operands: Operands, operand: Shared | list[Left]) -> _Named:
+    held = operand.held if isinstance(operand, Shared) else operand
+    names = [[[operands.name("r", word) for word in block] for block in step] for step in held]
     if not isinstance(operand, Shared):
-        names = [[[operands.name("r", word) for word in block] for block in step] for step in operand]
         return lambda step, block, free: (names[step][block], [])
     shared, addresses = operand, dict[int, str]()
 
     def loaded(step: int, block: int, free: list[str]) -> tuple[list[str], list[str]]:
+        if step < len(names):
+            return names[step][block], []
         column, behind = shared.block(step, block)
         if column not in addresses:
             addresses[column] = operands.name("r", shared.tile.address(column, shared.before).ir_value())

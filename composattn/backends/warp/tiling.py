@@ -35,8 +35,7 @@ def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
     """
     tiles = itertools.product((tiling.tile_m, tiling.tile_n), (tiling.d, tiling.dv))
     copied = all(rows * math.gcd(2 * columns, 128) % (16 * 32 * tiling.warps) == 0 for rows, columns in tiles)
-    of_a_block = tiling.shared_memory(element_bytes=2) + RESERVED
-    return copied and tiling.blocks * of_a_block <= target.shared_memory + RESERVED
+    return copied and tiling.blocks * (tiling.shared_memory(2) + RESERVED) <= target.shared_memory + RESERVED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +65,7 @@ class WarpTiling(ForwardTiling):
         return fit(self, target)
 
     def shared_memory(self, element_bytes: int) -> int:
-        numbers = self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)
-        return element_bytes * numbers + 1024
+        return element_bytes * (self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)) + 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +76,10 @@ class Part:
     across: int
 
     def serves(self, columns: int, pieces: int = 1) -> bool:
-        """Whether warps have whole columns, that lie together in lines, in each of so many pieces."""
-        return 0 < self.across * ROWS <= math.gcd(columns, 64) and columns // ROWS % (self.across * pieces) == 0
+        """Whether warps have whole columns, that lie together in lines, in each of so many pieces, lines or parts."""
+        line, piece = math.gcd(columns, 64), columns // pieces
+        lies = 0 < self.across * ROWS <= line and math.gcd(line, piece) in (line, piece)
+        return lies and columns // ROWS % (self.across * pieces) == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,8 @@ class WarpBackwardTiling(BackwardTiling):
 
     Of each product a warp has some rows: `score_keys` of scores, `sum_keys` of dK and dV, `dq_rows` of dQ; those that
     have the same rows share its columns, which for scores are queries. `distances`: numbers in shared memory through
-    which sums of gradients by distance pass. `dq_pieces`: a warp's part of dQ leaves in so many, by a loop.
+    which sums of gradients by distance pass. `dq_pieces`: a warp's part of dQ leaves in so many, by a loop. `held`: so
+    many columns of K, then of V, are left operands of scores in registers, read once for all queries; at most all.
     """
 
     l2: ClassVar[int] = 16 << 20  # bytes of what the heads read and add to that run together
@@ -100,6 +101,7 @@ class WarpBackwardTiling(BackwardTiling):
     stages: int = 1
     blocks: int = 1
     dq_pieces: int = 1
+    held: int = 0
     distances: int = 0
 
     @property
@@ -128,7 +130,7 @@ class WarpBackwardTiling(BackwardTiling):
 
     def fits(self, target: Target) -> bool:
         """Whether threads copy whole tiles, and warps have whole parts."""
-        parts = self.dq.serves(self.d, self.dq_pieces) and self.sums.serves(self.d) and self.sums.serves(self.dv)
+        parts = all((self.dq.serves(self.d, self.dq_pieces), self.sums.serves(self.d), self.sums.serves(self.dv)))
         return parts and self.score_queries >= ROWS and self.threads >= self.tile_m // 2 and fit(self, target)
 
     def with_distances(self) -> WarpBackwardTiling:
@@ -140,8 +142,7 @@ class WarpBackwardTiling(BackwardTiling):
     def shared_memory(self, element_bytes: int) -> int:
         numbers = (self.tile_n + self.stages * self.tile_m) * (self.d + self.dv)
         weights = (2 - self.keeps_weights) * self.tile_m * self.tile_n
-        statistics = 2 * self.stages * self.tile_m
-        return element_bytes * (numbers + weights) + 4 * (statistics + self.distances)
+        return element_bytes * (numbers + weights) + 4 * (2 * self.stages * self.tile_m + self.distances)
 
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
