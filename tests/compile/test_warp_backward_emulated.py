@@ -14,9 +14,11 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
+from composattn.backends.fused.planning.call_class import MaskKind
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
+from composattn.backends.fused.tiles import segments
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
 from composattn.backends.warp.tiling import BACKWARD, Part, backward_of, choose_backward
 from composattn.call.problem import Problem
@@ -61,6 +63,18 @@ def test_gradients_are_those_of_fp64(mods: str, dims: str) -> None:
     dtype = torch.float16 if dims == "72/40" else torch.bfloat16
     sizes: dict[str, Any] = dict(zip(("dim", "v_dim"), DIMS[dims], strict=True))
     case = make_case(0, batch=1, heads=2, kv_heads=1, q_len=150, kv_len=190, dtype=dtype, **sizes, **MODS[mods])
+    checked(case, LATE)
+
+
+def test_documents_that_tiles_begin_with_have_dq_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By day: ids that fall apart have a row of their own, by which a warp's part of dQ leaves in two, by a loop."""
+    monkeypatch.setattr(segments, "LONG", 128)  # rows that a sequence has at least
+    monkeypatch.setattr(segments, "MANY", 128)
+    ids = torch.arange(150) // 70
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "q_len": 150, "dim": 128}
+    case = make_case(0, **sizes, mask_mod=document(ids) & causal(), **BF16)
+    chosen = choose_backward(Problem.of(case.q, case.k, case.v), case.program, AMPERE, False)
+    assert MaskKind.DOCUMENTS.value in chosen.words and chosen.tiling.dq_pieces == 2
     checked(case, LATE)
 
 
