@@ -70,8 +70,8 @@ def test_documents_that_tiles_begin_with_have_dq_in_pieces(monkeypatch: pytest.M
     """By day: ids that fall apart have a row of their own, by which a warp's part of dQ leaves in two, by a loop."""
     monkeypatch.setattr(segments, "LONG", 128)  # rows that a sequence has at least
     monkeypatch.setattr(segments, "MANY", 128)
-    ids = torch.arange(150) // 70
-    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "q_len": 150, "dim": 128}
+    ids = torch.arange(130) // 70
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "q_len": 130, "dim": 128}
     case = make_case(0, **sizes, mask_mod=document(ids) & causal(), **BF16)
     chosen = choose_backward(Problem.of(case.q, case.k, case.v), case.program, AMPERE, False)
     assert MaskKind.DOCUMENTS.value in chosen.words and chosen.tiling.dq_pieces == 2
