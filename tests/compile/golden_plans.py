@@ -190,6 +190,7 @@ PLANS: dict[str, Callable[[], Any]] = {
     "forward-of-bytes-guessing-causal-d64": forward(mask="causal", d=64, narrow=BYTES, lengths=(1024, 4096)),
     "forward-of-bytes-wide-d576-dv512": forward(d=576, dv=512, narrow=BYTES, heads=(16, 1), lengths=(1, 4096)),
     "forward-fp8-d64": forward(d=64, narrow=FP8),
+    "forward-fp8-no-lse-causal-d64": forward(mask="causal", d=64, narrow=FP8, options={"return_lse": False}),
     "forward-fp8-causal-d96": forward(mask="causal", d=96, narrow=FP8),
     "forward-fp8-alibi-causal-d128": forward("alibi", "causal", narrow=FP8),
     "forward-fp8-no-lse-d128": forward(narrow=FP8, options={"return_lse": False}),

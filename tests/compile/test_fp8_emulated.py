@@ -24,7 +24,7 @@ from composattn.backends.fused.planning.plan import Plan, plan_forward
 from composattn.backends.fused.running import emulated
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper import eight_bits, forward_fp8, fp8_tiling, promoting_rows, turning, wgmma
+from composattn.backends.hopper import eight_bits, forward, forward_fp8, fp8_tiling, promoting_rows, turning, wgmma
 from composattn.backends.hopper.fp8_tiling import FP8, LARGEST, Fp8Tiling
 from composattn.call.problem import Problem
 from composattn.call.scales import rows_of, scaled_values
@@ -364,10 +364,11 @@ def test_scales_of_32_keys_or_more_are_those_of_runs_of_keys(keys: int, run: int
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_sums_of_8_bits_are_promoted_every_160_keys(d: int) -> None:
-    plan = plan_forward(asked(head_dim=d), Program(), HOPPER)
-    assert isinstance(plan.tiling, Fp8Tiling)
-    assert plan.tiling.tile_n <= (160 if d == 64 else 128)
+def test_sums_of_8_bits_are_promoted_every_192_keys(d: int) -> None:
+    for mask in (None, causal().expr):
+        plan = plan_forward(asked(head_dim=d), Program(None, mask), HOPPER)
+        assert isinstance(plan.tiling, Fp8Tiling)
+        assert plan.tiling.tile_n <= (192 if d == 64 else 128)
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.8, 3.0, 4.0, 8.0])
@@ -390,6 +391,33 @@ def unkept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(emulated, "captured", captured)
     yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unkept")
+def test_warpgroups_pass_by_tiles_that_only_others_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """430 rows, so that of the last tile's two warpgroups have none: the output has the same bits, in any order."""
+    mask = causal() & sliding_window(60)
+    case = fp8_case(lengths=(430, 430))
+    given: dict[str, Any] = dict(zip(("q_scale", "k_scale", "v_scale"), case.scales, strict=True))
+    apart: list[bool] = []
+    begun = forward.HopperForwardApart.__init__
+
+    def noted(self: Any, plan: Any) -> None:
+        begun(self, plan)
+        apart.append(self.apart)
+
+    monkeypatch.setattr(forward.HopperForwardApart, "__init__", noted)
+    found = []
+    for mode in (EAGER, random_mode(1)):
+        with emulating(mode):
+            found.append(attention(case.q, case.k, case.v, **given, mask_mod=mask))
+    assert all(apart)
+    monkeypatch.setattr(forward, "BandTiles", ())  # nobody passes by any
+    found.append(attention(case.q, case.k, case.v, **given, mask_mod=mask))
+    assert not apart[-1]
+    for out in found:
+        assert torch.equal(out, found[0])
 
 
 @pytest.mark.usefixtures("unkept")

@@ -123,18 +123,19 @@ class HopperForward(WarpgroupForward[HopperTiling]):
         me.drain_stores()
 
 
-class HopperForwardGuessing(HopperForward):
-    """`HopperForward` with probabilities by a speculative maximum, summed by V's columns of ones.
+class HopperForwardApart(HopperForward):
+    """`HopperForward` whose warpgroups, of masks with one interval, pass by kv tiles that only others' rows see."""
 
-    Of masks with one interval warpgroups pass by kv tiles that only others' rows see.
-    """
-
-    group_rows = GuessingRows
+    @property
+    def passes(self) -> bool:
+        """Whether they do so in this plan."""
+        return True
 
     def __init__(self, plan: ForwardPlan[HopperTiling]):
         super().__init__(plan)
         # where heads share a tile, a warpgroup's rows are fewer queries, and there is no mask
-        self.apart = isinstance(self.visited, BandTiles) and not plan.is_split and plan.tiling.slots == 1
+        one_head = not plan.is_split and plan.tiling.slots == 1
+        self.apart = self.passes and one_head and isinstance(self.visited, BandTiles)
         if self.apart:
             self.consumes = ConsumeApart
 
@@ -158,6 +159,12 @@ class HopperForwardGuessing(HopperForward):
         m = work.m * self.tiling.warpgroups + warpgroup
         leaves = call.leaves(dataclasses.replace(work, m=m), ROWS)
         return dataclasses.replace(leaves, kv_len=choose(leaves.first < work.queries.end, leaves.kv_len, 0))
+
+
+class HopperForwardGuessing(HopperForwardApart):
+    """`HopperForwardApart` with probabilities by a speculative maximum, summed by V's columns of ones."""
+
+    group_rows = GuessingRows
 
     def block(self, call):
         return BlockWithOnes(self.tiling, self.dtype, self.out_dtype, call)

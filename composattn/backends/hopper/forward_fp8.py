@@ -11,8 +11,8 @@ from ...primitives.score_tile import ROW_PER_LANE, FragmentShape, ScoreTile
 from ...primitives.swizzled_tiles import put_words, tile_layout
 from ..fused.kernels.forward import KeyCopies
 from ..fused.kernels.registers.group_rows import RowLoad
-from .forward import HopperForward, HopperForwardBlock, HopperForwardProducts
-from .fp8_tiling import TURNING
+from .forward import HopperForwardApart, HopperForwardBlock, HopperForwardProducts
+from .fp8_tiling import TURNING, Fp8Tiling
 from .promoting_rows import PromotingRows
 from .tiling import OF_VALUES, SUMS
 from .turning import Lines, TurnValues
@@ -22,7 +22,7 @@ ONES = 0x38383838  # four of them
 ONE = FragmentShape((0,), (0,), ROW_PER_LANE)  # place of a tile of scores
 
 
-class HopperForwardFp8(HopperForward):
+class HopperForwardFp8(HopperForwardApart):
     """Roles: as `HopperForward`, and three warps beside the copying one that turn V (`TurnValues`).
 
     Edges: q, k; v as it was copied (`stages`), from copies to the turning warps; v turned (`stages`), from these to
@@ -31,8 +31,13 @@ class HopperForwardFp8(HopperForward):
         S0 = Q K0ᵀ | softmax 0 | A = P0 V0 | O = O f + A | S1 = Q K1ᵀ | softmax 1 | ...
     """
 
+    tiling: Fp8Tiling
     group_rows = PromotingRows
     folds_scales = True
+
+    @property
+    def passes(self):
+        return self.tiling.passes_by
 
     def key_layout(self, rows, columns):
         return tile_layout(rows, columns, element_bytes=1)

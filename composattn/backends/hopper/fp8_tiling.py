@@ -36,15 +36,15 @@ class Fp8Tiling(HopperTiling):
     Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup. (With
     scores of the next tile under the softmax D 128 reached 877 TFLOP/s, so 1,044; H200, S 16k.) `pieces`: so many times
     a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
-    output of one tile and the scores of the next. `numbers`: of keys' own scales, in shared memory, see `KeyScales`.
+    output of one tile and the scores of the next. `numbers`: see `KeyScales`. `passes_by`: kv tiles only others see.
     """
 
     element_bytes: ClassVar[int] = 1
-
     kernel: str = FP8
     pieces: int = 1
     in_turns: bool = True
     numbers: int = 0
+    passes_by: bool = False
 
     @property
     def offset(self) -> float:
