@@ -8,7 +8,8 @@ and v lie on the device (which on a GPU begins the CUDA context), `forward` and 
 the device is done. `language`: what of `forward` is the import of the kernel language. A sample of "nothing warm"
 begins with an empty disk cache, one of "kernels on disk" with what such a process left. Beside the walls of the two
 calls the seconds of CPUs: fewer where a process waited for files, or was not let run; and the seconds of each kernel
-that was compiled. FlexAttention beside: torch.compile with an empty cache of its own, and with a filled one.
+that was compiled. Hosts differ by two, so there is a yardstick: `python`, two million steps of a loop before a process
+imports anything. FlexAttention beside: torch.compile with an empty cache of its own, and with a filled one.
 
 A round has one sample of each case. Its processes are forked, one after the other, from one that has imported torch and
 nothing else, before anybody asked for a GPU, so that `torch` is the same in all of them.
@@ -41,7 +42,7 @@ import torch
 from benchmarks.provenance import ROOT, provenance
 
 PARTS = ("torch", "import", "inputs", "forward", "backward")
-BESIDE = ("language", "forward_cpu", "backward_cpu")
+BESIDE = ("language", "forward_cpu", "backward_cpu", "python")
 NOTHING, ON_DISK = "nothing warm", "kernels on disk"
 Sample = dict[str, Any]
 
@@ -127,6 +128,10 @@ for line in sys.stdin:
 
 PROCESS = """
 import json, logging, os, time
+start, steps = time.perf_counter(), 0
+for number in range(2_000_000):
+    steps += number & 7
+yardstick = time.perf_counter() - start
 marks, cpus, kernels = [time.perf_counter()], [0.0], []
 def mark():
     marks.append(time.perf_counter())
@@ -163,7 +168,8 @@ wait(); mark()
 imports, inputs, language, forward, backward = (b - a for a, b in zip(marks, marks[1:]))
 print(json.dumps({{
     "torch": torch_s, "import": imports, "inputs": inputs, "forward": language + forward, "backward": backward,
-    "language": language, "forward_cpu": cpus[4] - cpus[2], "backward_cpu": cpus[5] - cpus[4], "kernels": kernels,
+    "language": language, "forward_cpu": cpus[4] - cpus[2], "backward_cpu": cpus[5] - cpus[4], "python": yardstick,
+    "kernels": kernels,
 }}))
 """
 
