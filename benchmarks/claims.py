@@ -16,11 +16,11 @@ from benchmarks.report import (
     Result,
     Row,
     fraction_of_gemm,
+    judged,
     ratio_to_best,
     runs_of_gpus,
     spread_of,
 )
-from benchmarks.sweep import judged
 
 NAMES = {
     "flash-attn-3": "FlashAttention-3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable
@@ -102,6 +103,23 @@ def ratio_to_best(rows: dict[str, Row], name: str = OURS) -> float | None:
     ours = score(rows[name]) if name in rows else None
     peer = best_peer(rows)
     return ours / peer[1] if ours is not None and peer is not None else None
+
+
+def judged(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """For each shape, by name: its regret, the fastest candidate, and the ratio to the best peer."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(row["row"] for row in rows):
+        times = {row["impl"]: row["ms"] for row in rows if row["row"] == name and "ms" in row}
+        if OURS not in times:
+            continue
+        ours = {impl: ms for impl, ms in times.items() if impl == OURS or impl.startswith(f"{OURS}: ")}
+        best = min(ours, key=lambda impl: ours[impl])
+        peer = min((ms for impl, ms in times.items() if impl not in ours), default=math.nan)
+        found[name] = {
+            "regret": times[OURS] / ours[best], "best": best.removeprefix(f"{OURS}: "), "to peer": peer / times[OURS],
+            "others": len(ours) - 1,
+        }  # fmt: skip
+    return found
 
 
 def fraction_of_gemm(rows: dict[str, Row]) -> float | None:

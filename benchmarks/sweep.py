@@ -30,6 +30,7 @@ from benchmarks.candidates import CANDIDATES, form_of_case, others_of
 from benchmarks.cases import Case, Pattern
 from benchmarks.implementations import OURS, available
 from benchmarks.provenance import provenance
+from benchmarks.report import judged
 from benchmarks.run import Row, save
 from benchmarks.shapes import SEEDS, drawn
 
@@ -76,23 +77,6 @@ def of_forms(rows: list[Row], steady: float = math.inf) -> dict[str, dict[str, f
         if "ms" in row and row["impl"].startswith(OURS) and form not in (None, OURS) and row["spread"] <= steady:
             took.setdefault(row["row"], {})[form] = row["ms"]
     return took
-
-
-def judged(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """For each shape, by name: its regret, the fastest candidate, and the ratio to the best peer."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(row["row"] for row in rows):
-        times = {row["impl"]: row["ms"] for row in rows if row["row"] == name and "ms" in row}
-        if OURS not in times:
-            continue
-        ours = {impl: ms for impl, ms in times.items() if impl == OURS or impl.startswith(f"{OURS}: ")}
-        best = min(ours, key=lambda impl: ours[impl])
-        peer = min((ms for impl, ms in times.items() if impl not in ours), default=math.nan)
-        found[name] = {
-            "regret": times[OURS] / ours[best], "best": best.removeprefix(f"{OURS}: "), "to peer": peer / times[OURS],
-            "others": len(ours) - 1,
-        }  # fmt: skip
-    return found
 
 
 def report(rows: list[Row]) -> None:

@@ -141,14 +141,14 @@ class Import:
 
 @dataclass(frozen=True)
 class House:
-    """The package in a checkout: its files by module name."""
+    """The package in a checkout, or another folder of it: its files by module name."""
 
     files: dict[str, File]
 
     @classmethod
-    def at(cls, root: Path = ROOT) -> House:
+    def at(cls, root: Path = ROOT, folder: str = "composattn") -> House:
         files = {}
-        for path in sorted((root / "composattn").rglob("*.py")):
+        for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             is_package = parts[-1] == "__init__"
             module = ".".join(parts[:-1] if is_package else parts)
