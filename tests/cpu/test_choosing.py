@@ -6,7 +6,7 @@ import ast
 
 from tests.choosing import Count, branches, counted, summed
 
-MOST = Count(lines=2975, branches=244)
+MOST = Count(lines=2974, branches=243)
 
 
 def test_no_more_code_chooses_than_before() -> None:
