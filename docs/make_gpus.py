@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpus.md: which GPU has which kernels, how those of warps cut a call there, and what spills.
+"""Writes the tables of docs/gpus.md: which GPU has which kernels, and of those of warps tiles, spills and first calls.
 
 python docs/make_gpus.py
 """
@@ -23,7 +23,7 @@ from composattn.call.problem import Problem
 from composattn.mods import alibi, causal, softcap
 
 PAGE = Path(__file__).with_name("gpus.md")
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "compiled"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODS = {
     "causal": {"mask_mod": causal()},
     "causal, soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
@@ -70,7 +70,7 @@ def spills() -> Iterator[str]:
     yield "| machine code | direction | kernels | spill nothing | moves of spilled registers in the others |"
     yield "|---|---|---|---|---|"
     for direction, file in (("forward", "warp.json"), ("backward", "warp-backward.json")):
-        kept = json.loads((RESULTS / file).read_text())
+        kept = json.loads((RESULTS / "compiled" / file).read_text())
         at = kept["fields"].index("spills")
         moves = {name: row[at] for name, row in kept["rows"].items()}
         for arch in dict.fromkeys(name.split()[0] for name in moves):
@@ -79,9 +79,23 @@ def spills() -> Iterator[str]:
             yield f"| {arch} | {direction} | {len(of_arch)} | {list(of_arch.values()).count(0)} | {some} |"
 
 
+def first_calls() -> Iterator[str]:
+    """What a new process waits for, by call: a forward, of it the import of the kernel language, its gradients."""
+    kept = json.loads((RESULTS / "warp" / "h200-cold.json").read_text())
+    columns = {
+        "forward_s": "forward, s", "language_s": "of it the import of the kernel language, s",
+        "backward_s": "gradients, s", "python_s": "two million steps of Python, s",
+    }  # fmt: skip
+    yield f"| call | {' | '.join(columns.values())} |"
+    yield "|---|" + "---|" * len(columns)
+    for row in sorted(kept["rows"], key=lambda row: (int(row["row"].split()[1]), row["row"])):
+        yield f"| {row['row'].split(',')[0]} | {' | '.join(f'{row[name]:.2f}' for name in columns)} |"
+    yield f"\nOf commit {kept['commit'][:8]}, on a host where `import torch` takes {kept['rows'][0]['torch_s']:.1f} s."
+
+
 def page() -> str:
     text = PAGE.read_text()
-    for name, rows in (("gpus", gpus()), ("tiles", tiles()), ("spills", spills())):
+    for name, rows in (("gpus", gpus()), ("tiles", tiles()), ("spills", spills()), ("first calls", first_calls())):
         text = between(text, "\n".join(rows), name, "docs/make_gpus.py")
     return text
 
