@@ -20,8 +20,17 @@ from composattn.testing import Case, run
 from composattn.testing.cases import draw_case
 from composattn.testing.site import Seeded
 from composattn.testing.tolerance import assert_attention_close
-from tests.cpu.emulator.test_fuzz_forward import FEW_ROWS, MODES, SEVERAL_TILES, held_in_every_mode, report, seeds
+from tests.cpu.emulator.test_fuzz_forward import (
+    FEW_ROWS,
+    MODES,
+    SEVERAL_TILES,
+    gpu_of,
+    held_in_every_mode,
+    report,
+    seeds,
+)
 from tests.pairs import sharing
+from tests.support import planned_as
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -38,11 +47,15 @@ BACKENDS = {"hopper-emulated": 1, "blackwell-emulated": 2, "warp-emulated": 1}
 
 @dataclasses.dataclass(frozen=True)
 class GradientCall:
-    """A case, whether dQ is summed in a fixed order, and how many blocks share a tile of keys if there is a choice."""
+    """A case, whether dQ is summed in a fixed order, and how many blocks share a tile of keys if there is a choice.
+
+    `gpu`: see `gpu_of`.
+    """
 
     case: Case
     in_order: bool
     blocks: int
+    gpu: int
 
     head_dims: ClassVar[tuple[int, ...]] = ()
 
@@ -52,7 +65,7 @@ class GradientCall:
         space, blocks = choices.choice(SPACES), choices.choice((1, 2))
         if cls.head_dims or blocks == 2:
             space = dataclasses.replace(space, head_dims=cls.head_dims or BY_TWO)
-        return cls(draw_case(choices, space), choices.integer(0, 2) == 0, blocks)
+        return cls(draw_case(choices, space), choices.integer(0, 2) == 0, blocks, choices.integer(0, 11))
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""
@@ -60,7 +73,7 @@ class GradientCall:
 
         attention = functools.partial(ca.attention, backend=backend, deterministic=self.in_order)
         found = []
-        with sharing(self.blocks):
+        with sharing(self.blocks), planned_as(backend, gpu_of(backend, self.gpu)):
             for mode in MODES:
                 with emulating(mode):
                     found.append(run(attention, self.case))

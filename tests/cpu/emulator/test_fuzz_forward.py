@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import composattn as ca
+from composattn.backends.fused.tiles.target import TARGETS, Target
 from composattn.call.schedule import ORDERS
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
@@ -27,7 +28,7 @@ from composattn.testing.cases import draw_case
 from composattn.testing.site import Choices, Seeded
 from composattn.testing.tolerance import assert_attention_close
 from tests.case_parts import draw_part
-from tests.support import cut_as_long_ones, on_few_sms
+from tests.support import cut_as_long_ones, planned_as
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
@@ -47,14 +48,24 @@ BACKENDS = (*["hopper-emulated"] * 4, *["blackwell-emulated"] * 2, "warp-emulate
 MODES = (EAGER, LATE, random_mode(1), random_mode(2))
 
 
+def gpu_of(backend: str, number: int) -> Target:
+    """One of the GPUs that an emulated backend plans for: they differ in shared memory, in copies and in rates."""
+    gpus = [target for target in TARGETS.values() if f"{target.backend}-emulated" == backend]
+    return gpus[number % len(gpus)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A case, how its work is divided, whether the largest scores are asked for; `cut`: see `cut_as_long_ones`."""
+    """A case, how its work is divided, whether the largest scores are asked for; `cut`: see `cut_as_long_ones`.
+
+    `gpu`: the number of the GPU that it is planned for, among those of a backend.
+    """
 
     case: Case
     schedule: ca.Schedule
     max_scores: bool
     cut: bool
+    gpu: int
 
     spaces: ClassVar[tuple[Space, ...]] = (FEW_ROWS, SEVERAL_TILES)
 
@@ -74,7 +85,7 @@ class Call:
             split_kv=choices.choice(("auto", "auto", 1, 2, 3)),
             pack_gqa=choices.choice((None, None, False)),
         )
-        return cls(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1)
+        return cls(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1, choices.integer(0, 11))
 
     @classmethod
     def drawn(cls, choices: Choices) -> Case:
@@ -86,7 +97,8 @@ class Call:
 
         case, found = self.case, []
         names = ("out", "lse", "max_scores") if self.max_scores else ("out", "lse")
-        with torch.no_grad(), on_few_sms(backend), cut_as_long_ones(self.cut):
+        few = dataclasses.replace(gpu_of(backend, self.gpu), sms=3)  # so that persistent blocks take several tiles each
+        with torch.no_grad(), planned_as(backend, few), cut_as_long_ones(self.cut):
             attend = self.attention(backend)
             for mode in MODES:
                 with emulating(mode):
