@@ -81,6 +81,18 @@ def _other_coordinate(text: str) -> str:
     return re.sub(r"\{(\s*[^,}]+),(\s*[^,}]+)", r"{\2,\1", text, count=1)
 
 
+def _lefts_exchanged(text: str) -> str:
+    """The first two registers of a product's left operand, rows r and r + 8, change places."""
+    vectors = [match.span() for match in re.finditer(r"\{[^}]*\}", text)]
+    start, end = vectors[1]
+    return text[:start] + _other_coordinate(text[start:end]) + text[end:]
+
+
+def _turned(text: str) -> str:
+    """Matrices are read as they lie where they were turned, and the other way round."""
+    return text.replace(".trans", "") if ".trans" in text else re.sub(r"\.x([124])", r".x\1.trans", text, count=1)
+
+
 def _further(text: str) -> str:
     """A matrix descriptor one step of 16 bytes further on."""
     return re.sub(r", (\d+)\s*;$", lambda m: f", {int(m[1]) + 1};", text)
@@ -116,12 +128,18 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("columns kept", r"tcgen05\.dealloc", lambda t: ""),
     ("column wrong", r"tcgen05\.(ld|st|mma)", _other_column),
     ("coordinate wrong", r"cp\.(reduce\.)?async\.bulk\.tensor", _other_coordinate),
+    ("copy dropped", r"cp\.async\.c[ag]", lambda t: ""),
+    ("operands exchanged", r"mma\.sync", _lefts_exchanged),
+    ("matrix turned", r"ldmatrix", _turned),
     ("comparison off by one", r"setp\.(l[tes]|g[te]|lo|h[is])\.[su]\d", _other_side),
 )
 
 
 TIMELESS = {
     "coordinate wrong",
+    "copy dropped",
+    "operands exchanged",
+    "matrix turned",
     "comparison off by one",
     "descriptor wrong",
     "column wrong",

@@ -249,6 +249,16 @@ def test_a_copy_by_cp_async_that_races_who_reads_is_found_in_every_mode(directio
 
 @NEEDS_DSL
 @pytest.mark.slow
+@pytest.mark.parametrize("direction", ["warp", "warp-in-bulk", "warp-backward"])
+def test_a_product_of_a_warp_with_wrong_operands_is_found(direction: str) -> None:
+    """What registers hold races nobody: the result says so."""
+    for kind in ("operands exchanged", "matrix turned"):
+        found = list(verdicts(direction, 64, kind, "1/16"))
+        assert len(found) >= 4 and all(v.caught for v in found), kind
+
+
+@NEEDS_DSL
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", HARMLESS)
 def test_mutants_are_caught(direction: str) -> None:
     found = list(verdicts(direction, WIDTHS.get(direction, 64)))
