@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import torch
@@ -83,11 +82,6 @@ class Strips:
     def keys_of(self, length: int) -> int:
         """Keys of a strip, those above the image counted."""
         return (length // self.columns + self.above if self.cut is None else self.cut.kv_row + 1) * self.wide
-
-    @property
-    def side(self) -> int:
-        """Columns of boxes, 8 at most, of which some are all that keys have in front of the image."""
-        return math.gcd(self.before, 8)
 
     def adds(self, strip: Any) -> Any:
         """1 where strip number `strip` adds what it has of its keys' gradients to what its neighbours write, else 0.
@@ -265,7 +259,9 @@ def _around(sees: Expr, columns: int, apart: int) -> Strips | None:
     ahead = [c - wide - s * apart for s, row in enumerate(of_strips) for c in inside if row[c]]
     if not ahead or max(ahead) - min(0, *ahead) >= wide:
         return None
-    least, most = max(0, -min(ahead)), wide - 1 - max(ahead)
+    least, most = max(0, -min(ahead)), min(apart, wide - 1 - max(ahead))
+    if least > most:  # keys of the second strip would begin in front of the image too
+        return None
     before = next(b for step in (8, 4, 2, 1) if (b := -(-least // step) * step) <= most)
     firsts = [s * apart + wide - before for s in range(len(of_strips))]
     own = [(row[c], c) for row, first in zip(of_strips, firsts, strict=True) for c in range(first, first + wide)]

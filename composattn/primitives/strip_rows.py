@@ -34,7 +34,7 @@ class StripRows(Bundle):
     def __init__(self, strips: Any, rows: Any, wide: int, before: int = 0, above: int = 0, last: Any = None) -> None:
         """On the host: `strips` of an image (`analysis.strips`) with so many whole `rows`."""
         self.columns, self.apart, self.wide, self.before, self.above = strips.columns, strips.apart, wide, before, above
-        self.cut, self.last, self.side, self.adds = strips.cut, last, strips.side, strips.adds
+        self.cut, self.last, self.adds = strips.cut, last, strips.adds
         self.rows = above, last  # of a strip: the first one of the image, and the one that is cut
         more = above if last is None else last + 1 - strips.cut.at
         self.length = (rows + more) * wide  # no constant, by which the compiler would divide in a form it does not know
@@ -94,28 +94,33 @@ class StripSequence(WholeSequence):
         """
         if not isinstance(tensor, Shared):
             return self._boxes(tensor, h, in_copies(self.of, *tile), (0, None), column)
-        of, first = self.of, self.strip * self.of.apart - self.of.before
+        of, each = self.of, (None, None)
         large = self.tiles(tensor.large, h, tile, column)
-        small = self._boxes(tensor.small, h, ((of.side, 1), tile[1]), (None, None), column)
-        rows, alone = tile[0] // of.wide, of.apart - of.before
+        half = self._boxes(tensor.half, h, ((of.apart, 1), tile[1]), each, column)
+        alone = None
+        if tensor.alone is not None:
+            alone = self._boxes(tensor.alone, h, ((of.apart - of.before, 1), tile[1]), each, column, of.before)
         written, at = tensor.written[None, h, None], self.b * of.count + self.strip
-        where = of.wide, of.side, first, of.above, self.strip, of.adds(self.strip), alone
-        return SumTiles(large, small, rows, *where, written, at)
+        where = tile[0] // of.wide, of.apart, of.before, of.above, self.strip, of.adds(self.strip)
+        return SumTiles(large, half, alone, *where, written, at)
 
-    def _boxes(self, tensor: Any, h: Int32, box: tuple[Any, int], which: tuple[Any, Any], column: Any) -> Any:
-        """Boxes of the image from the strip's first column and row on, `which` of them. A last row that is cut is its
-        tensor's only one, and has the number there that it has in the strip.
+    def _boxes(
+        self, tensor: Any, h: Int32, box: tuple[Any, int], which: tuple[Any, Any], column: Any, behind: int = 0
+    ) -> Any:
+        """Boxes of the image from the strip's first row on, and from its first column but `behind`, `which` of them. A
+        last row that is cut is its tensor's only one, and has the number there that it has in the strip.
         """
+        which = which, column
         if isinstance(tensor, CutRows):
             whole, last = (
-                self._box(t, h, row, box, (which, column)) for t, row in zip(tensor, self.of.rows, strict=True)
+                self._box(t, h, (behind, row), box, which) for t, row in zip(tensor, self.of.rows, strict=True)
             )
             return TilesOfCut(whole, last, self.of.last // box[0][1])
-        return self._box(tensor, h, self.of.above, box, (which, column))
+        return self._box(tensor, h, (behind, self.of.above), box, which)
 
-    def _box(self, tensor: cute.Tensor, h: Int32, row: int, box: tuple[Any, int], which: Any) -> cute.Tensor:
-        """`row`: which one of the strip is the tensor's first."""
-        first = self.strip * self.of.apart - self.of.before, -row
+    def _box(self, tensor: cute.Tensor, h: Int32, at: tuple[int, int], box: tuple[Any, int], which: Any) -> cute.Tensor:
+        """`at`: which column of the strip the first box has first, and which row of the strip is the tensor's first."""
+        first = self.strip * self.of.apart - self.of.before + at[0], -at[1]
         return cute.local_tile(cute.domain_offset((first, 0), tensor[None, None, h, self.b]), box, which)
 
     def stored(

@@ -6,8 +6,8 @@ of two numbers of 16 bits. Tiles of strips that write come first (`fused/tiles/w
 those that have not begun.
 
 Keys of strips begin in front of the image, and copies to memory must not: one whose corner has a negative coordinate is
-an illegal instruction on an H200. There, copies bring a few columns of one row each, of which those outside of the
-image are left out.
+an illegal instruction on an H200. There, copies bring half of a row each, and of the first strip's first half what is
+in the image.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .cut_rows import CutRows, bulk_copy, partition
@@ -33,10 +33,11 @@ class Copies(NamedTuple):
 
 
 class SumCopies(NamedTuple):
-    """`Copies` of whole tiles of strips, and of few columns."""
+    """`Copies` of whole tiles of strips and of half a row, and the one that writes what a strip alone has of a row."""
 
     large: Copies
-    small: Copies
+    half: Copies
+    alone: Any
 
 
 class Shared(NamedTuple):
@@ -46,44 +47,55 @@ class Shared(NamedTuple):
     """
 
     large: Any
-    small: Any
+    half: Any
+    alone: Any
     written: cute.Tensor
 
 
 def copies_of_sums(
-    image: Any, layout: Any, box: tuple[Any, int], side: int, written: cute.Tensor
+    image: Any, layout: Any, box: tuple[Any, int], before: int, written: cute.Tensor
 ) -> tuple[SumCopies, Shared]:
     """On the host, for an `image` as bulk copies see it. `box`: of a tile, whose `layout` is that of shared memory;
-    `side`: columns of the image in small ones.
+    `before`: columns of the first strip's keys in front of the image.
     """
-    ops, width = (cpasync.CopyBulkTensorTileS2GOp(), cpasync.CopyReduceBulkTensorTileS2GOp()), box[1]
-    few = cute.make_composed_layout(layout.inner, 0, cute.composition(layout.outer, (side, width)))
-    large, small = [
-        [bulk_copy(op, image, smem, shape) for op in ops] for smem, shape in ((layout, box), (few, ((side, 1), width)))
-    ]
-    copies = SumCopies(*(Copies(*(tma for tma, _ in both)) for both in (large, small)))
-    return copies, Shared(large[0][1], small[0][1], written)
+    ops, (rows, width) = (cpasync.CopyBulkTensorTileS2GOp(), cpasync.CopyReduceBulkTensorTileS2GOp()), box
+    half = rows[0] // 2  # columns of the image
+    of_half = cute.make_composed_layout(layout.inner, 0, cute.composition(layout.outer, (half, width)))
+    large = [bulk_copy(op, image, layout, box) for op in ops]
+    halves = [bulk_copy(op, image, of_half, ((half, 1), width)) for op in ops]
+    alone = None, None
+    if before < half:
+        of_alone = cute.make_composed_layout(layout.inner, 0, in_a_row(layout.outer, half - before))
+        alone = bulk_copy(ops[0], image, of_alone, ((half - before, 1), width))
+    copies = SumCopies(Copies(*(tma for tma, _ in large)), Copies(*(tma for tma, _ in halves)), alone[0])
+    return copies, Shared(large[0][1], halves[0][1], alone[1], written)
+
+
+def in_a_row(layout: cute.Layout, columns: int) -> cute.Layout:
+    """So many rows of shared memory (keys, D), which lie one behind the other whatever the modes of their layout."""
+    step = cute.crd2idx((1, 0), layout)
+    return cute.make_layout((columns, layout.shape[1]), stride=(step, layout.stride[1]))
 
 
 @dataclasses.dataclass
 class SumTiles(Fixed):
-    """The tiles of strip `strip`, of so many `rows` of `wide` columns of the image, the first of which is `column`.
+    """The tiles of strip `strip`, of so many `rows` of the image.
 
-    `small`: boxes of `side` columns and one row, by column and row. `above`: rows in front of the image. `adds`: not 0
-    where this strip adds. `alone`: columns of the image that the first strip alone has.
-    `written`: int32 (strips, parts of a strip), of which this strip is the one at `at`.
+    `half`: boxes of `apart` columns and one row, by column and row. `alone`: those of the columns that the first strip
+    alone has, behind `before` that are in front of the image; None where it has none. `above`: rows in front of the
+    image. `adds`: not 0 where this strip adds. `written`: int32 (strips, parts of a strip), of which this strip is the
+    one at `at`.
     """
 
     large: Any
-    small: Any
+    half: Any
+    alone: Any
     rows: int
-    wide: int
-    side: int
-    column: Any
+    apart: int
+    before: int
     above: int
     strip: Any
     adds: Any
-    alone: int
     written: cute.Tensor
     at: Any
 
@@ -126,13 +138,16 @@ def _start_tile(mine: Boolean, tiles: cutlass.Constexpr, tma: cutlass.Constexpr,
         if (row >= tiles.above) & (tiles.strip > 0):
             _start(tma.large, shared, tiles.large, (number,), tiles.adds)
         else:
-            across = tiles.wide // tiles.side
-            for i in cutlass.range(tiles.rows * across, unroll=1):
-                its, there = row + i // across, i % across
-                column = tiles.column + there * tiles.side
-                if (its >= tiles.above) & (column >= 0):
-                    part = cute.local_tile(shared, (tiles.side, cute.size(shared, mode=[1])), (i, 0))
-                    _start(tma.small, part, tiles.small, (there, its), choose(column < tiles.alone, 0, tiles.adds))
+            for i in cutlass.range(2 * tiles.rows, unroll=1):
+                its = row + i // 2
+                if its >= tiles.above:
+                    part = cute.local_tile(shared, (tiles.apart, cute.size(shared, mode=[1])), (i, 0))
+                    if (i % 2 == 1) | (tiles.strip > 0):
+                        _start(tma.half, part, tiles.half, (i % 2, its), tiles.adds)
+                    elif const_expr(tiles.alone is not None):
+                        start = cute.domain_offset((tiles.before, 0), part).iterator
+                        own = cute.make_tensor(start, in_a_row(part.layout, tiles.apart - tiles.before))
+                        _start_one(tma.alone, own, tiles.alone, (0, its))
         cute.arch.cp_async_bulk_commit_group()
 
 

@@ -89,6 +89,9 @@ def in_strips(problem: Problem, direction: Any, **mods: Any) -> bool:
         pytest.param(
             (1, 8 * 32, 192, 192), BF16, neighborhood((8, 32), 7, is_causal=(False, True)), None, marks=pytest.mark.slow
         ),
+        ((1, 13 * 36, 64, 64), BF16, neighborhood((13, 36), (5, 13)), None),  # keys begin 10 columns before
+        # 16 before: the first strip has no columns alone
+        ((1, 8 * 32, 64, 64), BF16, neighborhood((8, 32), (3, 13), is_causal=(False, True)), None),
     ],
 )
 def test_results_and_gradients_are_those_of_the_whole_image(
@@ -251,8 +254,8 @@ def test_who_adds_gradients_of_keys_waits_for_who_writes_them(mode: Mode, genera
 
 
 @pytest.mark.usefixtures("few_tiles")
-def test_a_gradient_stays_whole_where_copies_bring_no_columns_that_end_with_those_before_the_image() -> None:
-    sees = neighborhood((13, 36), (5, 13))  # keys begin 10 columns before: of those 8 bring no whole part
+def test_a_gradient_stays_whole_where_no_copy_can_begin_behind_the_columns_before_the_image() -> None:
+    sees = neighborhood((13, 36), (5, 13))  # behind 10 columns of 32 bytes a row no copy begins
     assert [in_strips(problem(13, 36, d=d), "backward", mask_mod=sees) for d in (64, 80, 128)] == [True, False, True]
 
 

@@ -69,6 +69,8 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "rows and columns at once": lambda b, h, q, kv: (q // 48 - kv // 48).abs() + (q % 48 - kv % 48).abs() < 4,
     "positions too": on_image(3) & causal(),
     "columns by head": lambda b, h, q, kv: on_image(3)(b, h, q, kv) & (q % 48 - kv % 48 < h),
+    # keys of the second strip would begin in front of the image too, where copies must not
+    "columns farther than a strip": lambda b, h, q, kv: (q // 48 == kv // 48) & ((q % 48 - kv % 48 - 18).abs() < 3),
     "three axes, wide along rows": neighborhood((3, 3, 48), (1, 1, 19)),
 }
 

@@ -141,7 +141,7 @@ class Backward(Kernel, Generic[AnyTiling]):
                 parts = parts_of(host.keys.length, tiling.tile_n)
                 written = written_of(*place, parts, host.k.shape[2])[which, None, None, None]
                 image, box_of_keys = host.keys.for_copies(tensor), in_copies(host.keys, *part)
-                copies.append(copies_of_sums(image, box, box_of_keys, host.keys.side, written))
+                copies.append(copies_of_sums(image, box, box_of_keys, host.keys.before, written))
             else:
                 stored = self.stored(host.keys, tensor, part[0])
                 copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))

@@ -194,17 +194,17 @@ def _tiles_in_strips(posed: Posed) -> list[Tile] | str:
 def _tiles_of_backward(tilings: list[BackwardTiling], strips: Strips) -> list[Tile] | str:
     if not all(t.sharing == 1 and t.tile_m % strips.apart == 0 and t.tile_n % strips.wide == 0 for t in tilings):
         return "tiles of the backward have no whole rows of a strip"
-    if not all(strips.is_whole or _side_is_copied(strips, t) for t in tilings):
-        return f"keys begin {strips.before} columns before, and copies bring no {strips.side} columns of such a D"
+    if not all(strips.is_whole or _begins_a_copy(strips.before, t) for t in tilings):
+        return f"keys begin {strips.before} columns before, which is no place where copies of such a D begin"
     return _with_last_row([_backward_tile(t) for t in tilings], strips)
 
 
-def _side_is_copied(strips: Strips, tiling: BackwardTiling) -> bool:
-    """Whether `side` columns of dK and dV are whole 128 bytes of shared memory, with which copies begin.
+def _begins_a_copy(row: int, tiling: BackwardTiling) -> bool:
+    """Whether so many rows of dK and dV are whole 128 bytes of shared memory, with which copies begin.
 
-    Its rows have 64 bytes and more, or 32 where D is no multiple of 64.
+    A row has 64 bytes and more, or 32 where D is no multiple of 64.
     """
-    return strips.side * (64 if tiling.d % 64 == tiling.dv % 64 == 0 else 32) >= 128
+    return row * (64 if tiling.d % 64 == tiling.dv % 64 == 0 else 32) % 128 == 0
 
 
 def _with_last_row(tiles: list[Tile], strips: Strips) -> list[Tile] | str:
