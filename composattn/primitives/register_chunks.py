@@ -12,7 +12,6 @@ from .branches import when
 from .values import aligned, move
 
 _ADD = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}"
-_WRITE = "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}"
 THREADS = 128  # four warps, whose sums a product of any tensor core so far leaves
 
 
@@ -36,20 +35,6 @@ def add_chunks_if(condition, address, registers: cute.Tensor) -> None:
         cute.arch.inline_ptx(
             f"{{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {{$r5}}, 0;\n\t@p {_ADD};\n\t}}",
             read_only_args=[address + j * 16 * THREADS, *(registers[4 * j + e] for e in range(4)), condition],
-        )
-
-
-def write_or_add_part(target: cute.Tensor, registers: cute.Tensor, group, thread, writes) -> None:
-    """`add_part`, but where a number is not 0 registers overwrite what is there.
-
-    By predicates, as no branch may stand before the next wait, see `add_chunks_if`.
-    """
-    count = cute.size(registers)
-    start = target.iterator + first_number(count, group, thread)
-    for j in range(count // 4):
-        cute.arch.inline_ptx(
-            f"{{\n\t.reg .pred p;\n\tsetp.ne.s32 p, {{$r5}}, 0;\n\t@p {_WRITE};\n\t@!p {_ADD};\n\t}}",
-            read_only_args=[start + j * 4 * THREADS, *(registers[4 * j + e] for e in range(4)), writes],
         )
 
 

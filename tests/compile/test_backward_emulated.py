@@ -139,7 +139,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 
 FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "dq_begins": "before"}, {"persistent": False, "dq_begins": "before"}
-CLEARING, CLAIMS = {"dq_begins": "beside"}, {"dq_begins": "claim"}
+CLEARING = {"dq_begins": "beside"}
 BULK: dict[str, Any] = {"tile_m": 80, "persistent": False, "dq_leaves": "in bulk"}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
@@ -156,12 +156,6 @@ SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | 
     "exchange-stays-clearing": (
         ("plain", torch.bfloat16, 2, 2, 250, 270, 192, 128, False, False),
         STAY | CLEARING,
-        None,
-    ),
-    "exchange-claims": (("plain", torch.bfloat16, 2, 2, 150, 270, 192, 192, False, False), CLAIMS, None),
-    "exchange-stays-claims": (
-        ("causal", torch.bfloat16, 4, 2, 200, 300, 160, 160, False, False),
-        STAY | CLAIMS,
         None,
     ),
     "exchange-stays-cut": (("causal", torch.bfloat16, 2, 1, 150, 300, 192, 128, True, False), STAY, (3, 2, 2)),

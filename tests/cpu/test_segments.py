@@ -284,11 +284,11 @@ def test_backward_plans_of_long_documents_say_so_where_nothing_else_takes_regist
     narrow = dataclasses.replace(long, head_dim=64, head_dim_v=64)
     in_turn = plan_backward(narrow, torn, HOPPER, deterministic=True).main
     assert in_turn.lists is not None and not in_turn.has_segments and in_turn.tiling.tile_m == 64
-    for dim, dim_v in ((32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (192, 192), (192, 128)):
+    for dim, dim_v in ((32, 32), (64, 64), (96, 96), (128, 64), (64, 128), (192, 192)):
         other = dataclasses.replace(long, head_dim=dim, head_dim_v=dim_v)
         for mask, in_order in itertools.product(masks, (False, True)):
             main = plan_backward(other, Program(None, mask.expr), HOPPER, deterministic=in_order).main
-            assert main.has_segments == (main.metadata is not None) == (dim == dim_v)
+            assert main.has_segments == (main.metadata is not None) == (dim == dim_v <= 128)
 
 
 def test_sixteen_query_heads_are_at_a_document_in_a_fixed_order() -> None:

@@ -10,10 +10,9 @@ from ...primitives.cut_rows import bulk_copy, load, partition
 from ...primitives.dynamic_scheduler import DynamicScheduler
 from ...primitives.pair_scheduler import PairScheduler
 from ...primitives.pipelines import Copies, Edge, Slot, Warps
-from ...primitives.register_chunks import add_part, write_or_add_part
+from ...primitives.register_chunks import add_part
 from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import choose, narrow, permuted
-from ..fused.kernels.dq_claims import is_first, look, say_stored
 from ..fused.kernels.dq_semaphore import DqSemaphore
 from ..fused.kernels.key_tile import KeyGroup
 from ..fused.kernels.registers.groups import ThreadGroup
@@ -303,19 +302,14 @@ class DqGroup(ThreadGroup, KeyGroup):
 
     def begin(self, work):
         self.work = work
-        if self.tiling.first_writes:
-            cute.arch.griddepcontrol_wait()  # for empty claims
 
     def begin_head(self, mods, head, leaves):
         self.head = head
 
     def step(self, call, m, tested, turn_slot, q_slot, do_slot, ds_slot):
         block, target = self.block, self.dq_sum(call, m)
-        claim = self.claim(call, m)
-        seen = None if claim is None else look(claim)  # while dS is on its way
         block.ds_edge.wait(ds_slot)
         block.ds_there.wait(ds_slot)
-        writes = None if claim is None else is_first(claim, seen, self.lane)
         registers, last = self.parts[0].registers(), len(self.parts) - 1
         for part in range(len(self.parts)):
             self.parts[part].issue(ds_slot.index, registers)
@@ -325,22 +319,10 @@ class DqGroup(ThreadGroup, KeyGroup):
                 block.ds_there.release(ds_slot, self.lane)
             if const_expr(part == 0 and block.in_order):
                 block.turn_edge.wait(ds_slot)
-            if const_expr(claim is None):
-                add_part(target, registers, self.place(part), self.thread)
-            else:
-                write_or_add_part(target, registers, self.place(part), self.thread, writes)
-        if const_expr(claim is not None):
-            say_stored(claim, writes, self.lane)
+            add_part(target, registers, self.place(part), self.thread)
         if const_expr(block.in_order):
             cute.arch.sync_warp()
             block.added_edge.fill(ds_slot, self.lane)
-
-    def claim(self, call, m):
-        """Where it is said who has written what this warp has of dQ of a query tile."""
-        if call.claims is None:
-            return None
-        padded, warp = self.work.padded, cute.arch.make_warp_uniform(self.thread // 32)
-        return call.claims.place(padded.b, self.head, padded.first + m, rank() * (WARPGROUP // 32) + warp)
 
     def write_keys(self, call):
         """K has been read."""

@@ -50,11 +50,12 @@ class HopperBackwardTiling(BackwardTiling):
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
         if self.first_writes:
-            assert self.dq_in_bulk + self.dq_apart, "who comes first at dQ writes it: a copy, or a warpgroup of its own"
+            # reductions from registers add to what nobody cleared
+            assert self.dq_in_bulk, "who comes first at dQ writes it, which only copies from shared memory do"
 
     @property
     def claimed_parts(self) -> int:
-        return self.warpgroups * self.sharing * (1 + self.dq_apart) * (self.dq_begins == "claim")  # of pairs one a warp
+        return self.dq_parts * (self.dq_begins == "claim")
 
     @property
     def dq_later(self) -> bool:
@@ -111,13 +112,17 @@ class HopperBackwardTiling(BackwardTiling):
     def part_columns(self) -> int:
         """Columns of dQ that a warpgroup of its own computes at a time: whole swizzled rows, 16 and more.
 
-        At D 192 two parts are 6 to 8 % faster than one: the first is added under the other's product.
+        Two parts of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
+        other's product.
         """
         return self.d // 4 if self.d % 64 == 0 else self.d // 2
 
     @property
     def dv_later(self) -> bool:
-        """Whether the product for dV starts behind that for the next scores: 2 to 4 %, D 256 with one dO loses 2."""
+        """Whether the product for dV of a query tile starts behind that for the next one's scores.
+
+        2 to 4 % of pairs that exchange dS; with one stage dO would stay for too long (D 256 loses 2).
+        """
         return self.dq_apart and self.do_stages == 2
 
     @property
@@ -154,7 +159,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
-        leaves = ROWS * max(self.d, self.dv) * self.persistent * self.dq_in_bulk
+        leaves = ROWS * max(self.d, self.dv) * (self.persistent and self.dq_in_bulk)
         return self.dq_numbers >= leaves and super().fits(target)
 
 

@@ -51,12 +51,6 @@ def say_written(place: cute.Pointer, first: Int32, lane: Int32):
         publish_if(place, Int32(WRITTEN), lane == 0)
 
 
-def say_stored(place: cute.Pointer, first: Int32, lane: Int32) -> None:
-    """As `say_written`, by a warp whose threads have stored it themselves."""
-    cute.arch.sync_warp()
-    publish_if(place, Int32(WRITTEN), (first != 0) & (lane == 0))
-
-
 @cute.jit
 def _claim(place: cute.Pointer, condition: Boolean) -> Int32:
     """Whether nobody was there before, by the lane for which the condition holds: 1, else 0."""
@@ -70,4 +64,4 @@ def _claim(place: cute.Pointer, condition: Boolean) -> Int32:
     return Int32(found == NOBODY)
 
 
-__all__ = ["DqClaims", "is_first", "look", "say_stored", "say_written"]
+__all__ = ["DqClaims", "is_first", "look", "say_written"]
