@@ -32,7 +32,6 @@ from tests.support import cut_as_long_ones, on_few_sms, outlier_normal
 BACKEND = "hopper-emulated"
 ATTENTION = partial(ca.attention, backend=BACKEND)
 NARROW = [pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 96)]
-DIMS = [*NARROW, 128, pytest.param(192, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +267,7 @@ def test_gradients_with_dropout_keep_what_the_forward_kept(generator: torch.Gene
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [*NARROW, 128])
 def test_gradients_of_short_documents(is_causal: bool, dim: int, generator: torch.Generator) -> None:
     """Segments of less than a tile of keys; the first one has the rows that copies of its last ones need."""
     ids = torch.stack([documents(70, 64, 70, 1, 62), documents(200, 67)])
@@ -291,7 +290,7 @@ def test_gradients_of_narrow_heads(is_causal: bool, dim: int, generator: torch.G
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [*NARROW, 128])
 def test_gradients_in_a_fixed_order(is_causal: bool, dim: int, generator: torch.Generator) -> None:
     """A block asks the table what the tiles behind its own visit, of documents of several and of equal lengths."""
     ids = torch.stack([documents(150, 190, 150), documents(490)])

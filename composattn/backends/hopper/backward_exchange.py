@@ -173,7 +173,7 @@ class ExchangeSide(Side):
 
     def begin(self, work):
         super().begin(work)
-        self.first_kv = self.first_key(work.keys.from_start(self.stored_tile() * self.tiling.tile_n))
+        self.first_kv = self.first_key(self.stored_tile() * self.tiling.tile_n)
 
     def stored_tile(self):
         return 2 * self.work.n + rank()

@@ -91,7 +91,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_segments(self) -> bool:
-        fits = self.kernel in ("backward", "backward_exchange") and self.d == self.dv
+        fits = self.kernel == "backward" and self.d == self.dv
         return fits and not (self.ends_backwards or self.claimed_parts)
 
     @property

@@ -129,9 +129,9 @@ class Side(KeyWarpgroup):
         send(self.outputs(call, shared, columns), self.sync_group)
 
     def outputs(self, call, shared, columns: int):
-        work, box = self.work, (self.tiling.tile_n, columns)
-        output = work.keys.stored(call.tensors.results[self.result], work.kv_head, box, self.stored_tile())
-        yield self.is_first_warp(), call.tmas.results[self.result], shared, *output
+        work = self.work
+        tiles = work.keys.tiles(call.tensors.results[self.result], work.kv_head, (self.tiling.tile_n, columns))
+        yield self.is_first_warp(), call.tmas.results[self.result], shared, tiles, self.stored_tile()
 
     def stored_tile(self):
         """Which tile of dK and dV is stored, in tiles of this block's keys."""
