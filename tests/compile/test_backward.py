@@ -271,11 +271,9 @@ def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(
         assert len(sides) == 2 and [side.count("FENCE") for side in sides] in ([0, 1], [1, 0])
         for side in sides if mods != "softcap-causal" else ():  # whose tanh leaves no registers for it
             check_order(side, t)
-        # who tells the other block does not wait for its additions to memory; in a fixed order one warp does for all,
-        # and who claims dQ for its own, where it was the first
+        # who tells the other block does not wait for its additions to memory; in a fixed order one warp does for all
         waiting = [loop for loop in inner_loops(made.instructions) if loop.multiplies or not in_order]
-        fenced = [loop for loop in waiting if any("MEMBAR.ALL.GPU" in i.text for i in loop.body)]
-        assert len(fenced) == t.first_writes and all(loop.counts["REDG"] for loop in fenced)
+        assert not any("MEMBAR.ALL.GPU" in i.text for loop in waiting for i in loop.body)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_segments(self) -> bool:
-        fits = self.kernel == "backward" and self.d == self.dv
-        return fits and not (self.ends_backwards or self.claimed_parts)
+        return self.kernel == "backward" and self.d == self.dv and not (self.ends_backwards or self.claimed_parts)
 
     @property
     def shared_keys(self) -> bool:
@@ -112,8 +111,7 @@ class HopperBackwardTiling(BackwardTiling):
     def part_columns(self) -> int:
         """Columns of dQ that a warpgroup of its own computes at a time: whole swizzled rows, 16 and more.
 
-        Two parts of 48 columns each are 7 % faster than one at 192/128, 6 to 8 at D 192: the first is added under the
-        other's product.
+        Two parts of 48 are 7 % faster than one at 192/128, 6 to 8 at D 192: one is added under the other's product.
         """
         return self.d // 4 if self.d % 64 == 0 else self.d // 2
 
@@ -146,16 +144,13 @@ class HopperBackwardTiling(BackwardTiling):
         return -(-self.tile_m // 32) * 32
 
     def shared_memory(self, element_bytes: int) -> int:
-        stationary = self.tile_n * (self.d + self.dv)
-        moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv)
-        scores = self.ds_stages * self.tile_m * self.tile_n
+        stationary = self.tile_n * (self.k_stages * self.d + self.dv)
+        moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv + self.ds_stages * self.tile_n)
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
-        statistics = self.q_stages + (self.q_stages if self.shared_keys else self.do_stages)
-        front = -(-(512 + 4 * self.statistic_stride * statistics) // 1024) * 1024
-        weights = self.tile_m * self.tile_n * self.shared_keys
-        numbers = weights + self.dq_numbers * self.dq_in_bulk + self.distances
-        moving += self.tile_n * self.d * (self.k_stages - 1)
-        return element_bytes * (stationary * (1 + self.results_apart) + moving + scores) + 4 * numbers + front
+        rows = self.statistic_stride * (self.q_stages + (self.do_stages, self.q_stages)[self.shared_keys])
+        front = -(-(512 + 4 * rows) // 1024) * 1024
+        numbers = self.tile_m * self.tile_n * self.shared_keys + self.dq_numbers * self.dq_in_bulk + self.distances
+        return element_bytes * (stationary * (1 + self.results_apart) + moving) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
@@ -191,5 +186,5 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
         return HopperBackwardTiling(**vars(self) | {"tile_n": self.block_keys})
 
     def shared_memory(self, element_bytes: int) -> int:
-        across = self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
-        return self.of_block.shared_memory(element_bytes) + element_bytes * across
+        across = element_bytes * self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
+        return across + self.of_block.shared_memory(element_bytes)

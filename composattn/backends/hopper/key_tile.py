@@ -39,7 +39,7 @@ class HopperLayouts(NamedTuple):
         k = tile_layout(tiling.tile_n, tiling.d, stages, together=dq_columns(tiling))
         v = tile_layout(tiling.tile_n, tiling.dv)
         leaving = k, v
-        if tiling.results_apart or tiling.dq_in_bulk:
+        if tiling.persistent and not tiling.shared_keys:
             dk, dv = (tile_layout(ROWS, width, tiling.warpgroups) for width in (tiling.d, tiling.dv))
             leaving = dk, dv
         ds = tile_layout(tiling.tile_m, tiling.tile_n, tiling.ds_stages)
