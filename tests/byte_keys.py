@@ -13,7 +13,7 @@ import composattn as ca
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.tiling import Chosen
 from composattn.backends.hopper.tiling import ByteTiling, HopperTiling
-from composattn.backends.hopper.wide_tiling import WideTiling
+from composattn.backends.hopper.wide_tiling import WideByteTiling, WideTiling
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 from composattn.dispatch import plan_cache
@@ -43,6 +43,7 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
     how: dict[str, Any] = {"heads": 4, "kv_heads": 2, "device": device}
     bf16, fp16 = {**how, "dtype": torch.bfloat16}, {**how, "dtype": torch.float16}
     many = {**bf16, "heads": 32, "kv_heads": 1}
+    of_32_heads = {**many, "dtype": torch.float16}
 
     def of_seventy() -> torch.Tensor:
         return (torch.arange(n) // 70).to(device)
@@ -66,6 +67,8 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "D 256": lambda: (dense(5, 256, **last), {}),
         "D 576 and 512": lambda: (dense(2, 576, v_dim=512, scales=((), (2, 2)), **last), {}),
         "D 320, scales of rows, e5m2": lambda: (dense(5, 320, E5M2, scales=((2, 2, n, 1),) * 2, **last), {}),
+        "D 272 and 16, many rows": lambda: (dense(40, 272, v_dim=16, **last), {}),
+        "pages, D 384, 32 heads, fp16": lambda: (of_bytes(make_paged_case(7, [n, 17, 0], dim=384, **of_32_heads)), {}),
         "causal, D 128": lambda: (dense(n, 128, scales=((2, 2), (2, 2)), mask_mod=causal()), {}),
         "scales of rows, D 128": lambda: (dense(n, 128, scales=((2, 2, n, 1),) * 2, mask_mod=causal()), {}),
         "many rows of a key, scales of rows": lambda: (dense(70, 128, of=many, scales=((2, 1, n, 1),) * 2), {}),
@@ -99,7 +102,10 @@ def tiles_of_bytes() -> Iterator[None]:
             chosen.append(hopper.forward(problem, *others).tiling)
         of_bytes = chosen[-1]
         kind = HopperTiling if isinstance(of_bytes, HopperTiling) else WideTiling
-        return Chosen(kind(**{f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)}), "")
+        fields = {f.name: getattr(of_bytes, f.name) for f in dataclasses.fields(kind)}
+        if isinstance(of_bytes, WideByteTiling):  # a stage of 16 bits has the room of two
+            fields["stages"] //= 2
+        return Chosen(kind(**fields), "")
 
     _forget_plans()
     ARCHITECTURES["hopper"] = dataclasses.replace(hopper, forward=choose)

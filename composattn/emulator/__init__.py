@@ -23,7 +23,7 @@ The story, file by file:
 Known limits. No timing and no ptxas: register allocation, instruction order and stalls are not seen, and what ptxas
 does to a wgmma with registers that it must move isn't either. Approximate functions (ex2, lg2, rcp, tanh, ...) are
 numpy's, not the bits of the hardware's; subnormals are kept where .ftz would flush them; fma rounds twice (once to
-float64). Products of a wgmma are summed in float32 in an order of our own; those of
+float64). Products of a wgmma are summed in float64, and rounded where they are added to others; those of
 8-bit numbers in steps of 32, cut to 14 bits, as the hardware does. Bulk copies with the same operands in all
 lanes of a warp are made once, as the machine instruction is. Memory is sequentially consistent: a missing fence between
 plain accesses to global memory is not found, nor a race on it. Launches run one after the other: of a kernel that

@@ -40,17 +40,24 @@ def byte_layout(rows: int, columns: int, stages: int | None = None) -> cute.Layo
 
 @dataclasses.dataclass(frozen=True)
 class Widening(Fixed):
-    """8-bit floats of type `kind` as numbers of `dtype`, 16 bits, exactly where they are finite."""
+    """8-bit floats of type `kind` as numbers of `dtype`, 16 bits, exactly where they are finite.
+
+    `turned`: a word has two numbers of each of two pairs, first those of the even places.
+    """
 
     kind: Any
     dtype: Any
+    turned: bool = False
 
     def __call__(self, word: Any) -> tuple[Any, Any]:
-        """Four numbers of 8 bits as two words of 16-bit ones, in their order."""
-        if self.dtype is cutlass.BFloat16:
-            return self._as_bf16(word, 0x9180), self._as_bf16(word, 0xB3A2)
-        if self.kind is cutlass.Float8E5M2:
-            return tuple(Int32(cute.arch.prmt(word, Int32(0), Int32(order))) for order in (0x1404, 0x3424))  # type: ignore[return-value]
+        """Four numbers of 8 bits as two words of 16-bit ones, in their order, or first the even ones."""
+        pairs = ((0, 2), (1, 3)) if self.turned else ((0, 1), (2, 3))
+        if self.dtype is cutlass.BFloat16:  # each number below its sign eight times
+            return tuple(self._as_bf16(word, b << 8 | a | (8 | b) << 12 | (8 | a) << 4) for a, b in pairs)  # type: ignore[return-value]
+        if self.kind is cutlass.Float8E5M2:  # each above a byte of zeros
+            return tuple(Int32(cute.arch.prmt(word, Int32(0), Int32(0x0404 | b << 12 | a << 4))) for a, b in pairs)  # type: ignore[return-value]
+        if self.turned:
+            word = Int32(cute.arch.prmt(word, Int32(0), Int32(0x3120)))
         return cute.arch.inline_ptx(  # type: ignore[no-any-return]
             "{\n.reg .b16 low, high;\nmov.b32 {low, high}, {$r0};\n"
             "cvt.rn.f16x2.e4m3x2 {$w0}, low;\ncvt.rn.f16x2.e4m3x2 {$w1}, high;\n}",

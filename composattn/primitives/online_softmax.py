@@ -347,13 +347,18 @@ def rescale_rows(accumulator: cute.Tensor, factors: cute.Tensor) -> None:
             accumulator[r, c] = accumulator[r, c] * factor
 
 
+def any_rescales(factors: cute.Tensor) -> Any:
+    """Whether one of a warp's factors is not 1."""
+    needed = factors[0] != 1.0
+    for r in range(1, cute.size(factors)):
+        needed = needed | (factors[r] != 1.0)
+    return cute.arch.vote_any_sync(needed)
+
+
 @cute.jit
 def rescale_rows_if_needed(accumulator: cute.Tensor, factors: cute.Tensor, then: cutlass.Constexpr = None):
     """`rescale_rows`, and what is done `then`, left out by warps where no row needs it."""
-    needed = factors[0] != 1.0
-    for r in cutlass.range_constexpr(1, cute.size(factors)):
-        needed = needed | (factors[r] != 1.0)
-    if cute.arch.vote_any_sync(needed):
+    if any_rescales(factors):
         rescale_rows(accumulator, factors)
         if cutlass.const_expr(then is not None):
             then()

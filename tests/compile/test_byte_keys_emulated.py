@@ -17,6 +17,7 @@ from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.dequantise import dequantised
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.tiles.target import HOPPER as TARGET
+from composattn.backends.hopper.wide_tiling import WideByteTiling
 from composattn.call.problem import Problem
 from composattn.call.scales import rows_of, scaled_scores
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -36,7 +37,13 @@ def test_bits_are_those_of_the_same_kernel_on_the_bytes_as_16_bit_numbers(name: 
     assert torch.equal(lse, expected_lse)
 
 
-@pytest.mark.parametrize("name", ["one query, D 128", "packed", "pages", "blocks that stay", "D 576 and 512"])
+IN_ANY_ORDER = (
+    "one query, D 128", "packed", "pages", "blocks that stay", "D 576 and 512", "D 272 and 16, many rows",
+    "pages, D 384, 32 heads, fp16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
 def test_results_are_right_in_whatever_order_warps_run(name: str) -> None:
     case, options = CASES[name]()
     for mode in (EAGER, LATE, random_mode(3)):
@@ -125,6 +132,16 @@ def test_scales_of_heads_take_the_tiles_of_none() -> None:
     mods = [None, *(score.expr for score in scores if score is not None)]
     none, of_heads, of_rows = (plan_forward(problem, Program(mod, causal().expr), TARGET).tiling for mod in mods)
     assert none == of_heads != of_rows
+
+
+@pytest.mark.parametrize(("heads", "q_len", "rows"), [(16, 1, 16), (16, 2, 32), (3, 5, 32), (40, 1, 64), (128, 1, 64)])
+def test_of_wide_bytes_as_many_rows_are_multiplied_as_there_are(heads: int, q_len: int, rows: int) -> None:
+    sizes = 1, heads, 1, q_len, 8192, 576, 512
+    problem = Problem(*sizes, torch.bfloat16, torch.device("cpu"), narrow=(torch.bfloat16, E4M3, E4M3))
+    tiling = plan_forward(problem, Program(None, None), TARGET).tiling
+    assert isinstance(tiling, WideByteTiling)
+    assert tiling.rows == tiling.most_rows == rows
+    assert tiling.fits(TARGET)
 
 
 def test_a_negative_scale_of_k_is_seen_by_all() -> None:

@@ -34,8 +34,8 @@ from ..fused.tiles.traits import (
     weighs_keys,
 )
 from .fp8_tiling import choose_fp8
-from .tiling import CONVERTERS, FILE, GUESSING, ROWS, ByteTiling, HopperTiling, RowSteps, registers_for
-from .wide_tiling import GROUPS, REST, SLICE, STAGE, WideByteTiling, WideTiling
+from .tiling import FILE, GUESSING, ROWS, ByteTiling, HopperTiling, RowSteps, registers_for
+from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
 
 NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
@@ -292,8 +292,7 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
         of_bytes["byte_stages"] = min(most * cut.parts, (2 * room - 4 * stage) * cut.parts // stage)
         of_bytes["parts"], of_bytes["scales_queries"] = cut.parts, cut.in_fp16 and problem.types.q is torch.bfloat16
         most = min(2, most)
-    # of packed sequences tensors say how many rows there are
-    eight = problem.layout.q == "dense" and not facts.keys_in_order and queries(problem) * slots(facts.heads) <= 8
+    eight = not facts.keys_in_order and _rows(facts) <= 8
     return facts.tiling(
         "forward",
         tile_m=ROWS,
@@ -308,19 +307,17 @@ def _of_few_rows(facts: ForwardFacts, cut: Cut) -> HopperTiling:
 
 
 def _wide(facts: ForwardFacts) -> WideTiling:
-    """Stages for which there is room; of bytes five of eight parts of the room for what is multiplied."""
+    """Stages for which there is room; of bytes as many rows are multiplied as are queries' heads, by 16."""
     d, dv = (-(-n // SLICE) * SLICE for n in facts.call.dims)
-    tile_n = first(WIDE_KEYS, facts)
-    room = (facts.target.shared_memory - REST - 2 * ROWS * (max(d, dv) + tile_n)) // GROUPS
     kind: Any = WideTiling
-    rings = {"stages": room // (2 * STAGE)}
-    if facts.of_bytes:
-        kind, stages = WideByteTiling, 5 * room // (16 * STAGE)
-        rings = {"stages": stages, "byte_rounds": (room - 2 * stages * STAGE) // (CONVERTERS * STAGE)}
-    return kind(  # type: ignore[no-any-return]
-        **facts.alike("forward_wide") | {"d": d, "dv": dv},
-        tile_m=ROWS,
-        tile_n=tile_n,
-        scheduler=Scheduler.asked(facts.persistent),
-        **rings,
-    )
+    keys, scheduler = first(WIDE_KEYS, facts), Scheduler.asked(facts.persistent)
+    made = facts.alike("forward_wide") | {"d": d, "dv": dv, "tile_m": ROWS, "tile_n": keys, "scheduler": scheduler}
+    if facts.of_bytes:  # whose columns of V are rows of a product for each warpgroup
+        kind, made["dv"], made["rows"] = WideByteTiling, dv + dv % (GROUPS * ROWS), max(16, slots(_rows(facts)))
+    none: WideTiling = kind(**made, stages=0)
+    return dataclasses.replace(none, stages=(facts.target.shared_memory - none.shared_memory(2)) // none.stage)
+
+
+def _rows(facts: ForwardFacts) -> int:
+    """At most how many rows of a tile are queries' heads; of packed sequences tensors say how many there are."""
+    return ROWS if facts.problem.layout.q != "dense" else min(ROWS, queries(facts.problem) * slots(facts.heads))

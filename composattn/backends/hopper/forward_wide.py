@@ -46,6 +46,13 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
     def products(self, block, number):
         return HopperWideProducts(self.tiling, block, number)
 
+    def consumer(self, block, thread, scale_log2):
+        return WideConsumer(self, block, thread, scale_log2)
+
+    def rows_of(self, me, work, leaves):
+        """Those of a work tile."""
+        return SharedRows(me, self.mods, work, leaves)
+
     @cute.jit
     def copy(self, call, block, warp):
         if warp < GROUPS:
@@ -53,7 +60,7 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
 
     @cute.jit
     def consume(self, call, block, thread, scale_log2):
-        WideConsume(self, call, WideConsumer(self, block, thread, scale_log2)).run()
+        WideConsume(self, call, self.consumer(block, thread, scale_log2)).run()
 
 
 class WideLoad(Role):
@@ -61,7 +68,7 @@ class WideLoad(Role):
 
     def __init__(self, kernel, call, block, number):
         super().__init__(kernel, call, block)
-        self.number, self.ring = number, block.copied_ring(number)
+        self.number, self.ring = number, block.ring(number)
 
     def first_slots(self):
         return self.block.q_edge.first, self.ring.first
@@ -77,7 +84,7 @@ class WideLoad(Role):
             load(call.tmas.q, tQgQ, work.m, tQsQ, bar)
         tiles = self.kernel.kv_tiles(call, work)
         source = kv_source(work.keys, work.kv_head, tiling.tile_n)
-        sK, sV = (block.of_group(slices, self.number) for slices in block.copied_slices)
+        sK, sV = (block.of_group(slices, self.number) for slices in (block.sK, block.sV))
         keys = source.boxes(call.tmas.k, call.tensors.k, sK, tiling.key_box)
         values = source.boxes(call.tmas.v, call.tensors.v, sV, tiling.value_box)
         if tiles.count > 0:
@@ -108,23 +115,17 @@ class Ring(Fixed):
         self.wait, self.release = keys.wait, keys.release
 
 
-def ring_of(kinds: list[Edge], first: BoundEdge, number) -> Ring:
-    """The ring of a warpgroup, whose barriers lie behind those of the `first` one."""
-    start = first.full + number * kinds[0].barriers
-    return Ring(*(BoundEdge(kind, start) for kind in kinds))
-
-
 class HopperWideBlock(Fixed):
     """Shared memory of one block: where Q (later O), the slices and P lie, and the edges between the roles."""
 
     def __init__(self, tiling, dtype):
         self.tiling, self.dtype = tiling, dtype
         wide = dtype.width // 8
-        bytes_of = [wide * rows * columns for rows, columns in (tiling.key_box, tiling.value_box)]
-        self.kinds = [Edge(tiling.stages, self.filled(size), warps_of(1)) for size in bytes_of]
+        sizes = [rows * columns for rows, columns in (tiling.key_box, tiling.value_box)]
+        self.kinds = [Edge(tiling.stages, Copies(self.number_bytes * size), warps_of(1)) for size in sizes]
         smem = SmemAllocator()
         edges = (Edge(1, Copies(wide * ROWS * tiling.d), warps_of(GROUPS)), *(GROUPS * [self.kinds[0]]))
-        self.edges = Edge.allocate(smem, [*edges, *self.more_edges()])
+        self.edges = Edge.allocate(smem, edges)
         self.q_edge, *self.rings = self.edges
         barriers = Barriers()
         self.of_groups = barriers.row(GROUPS, WARPGROUP)
@@ -133,34 +134,31 @@ class HopperWideBlock(Fixed):
         self.sQ = tensor_of(start, tile_layout(ROWS, tiling.d), dtype)
         columns = tiling.output_columns
         self.sO = tensor_of(start, tile_layout(ROWS, columns), dtype, (GROUPS, ROWS * columns))
-        rings = (tiling.stages, STAGE), (GROUPS, tiling.stages * STAGE)
-        start = smem.allocate_array(dtype, GROUPS * tiling.stages * STAGE, byte_alignment=1024)
-        self.sK = tensor_of(start, tile_layout(*tiling.key_box), dtype, *rings)
-        self.sV = tensor_of(start, tile_layout(*tiling.value_box), dtype, *rings)
+        self.sK, self.sV = self.slices(smem)
         layout = tile_layout(ROWS, tiling.tile_n)
         self.sP = smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         # a number of each row and warpgroup
         self.sRows = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS)), 128)
         self.more_memory(smem)
 
-    def filled(self, size):
-        """How a slice of so many bytes comes."""
-        return Copies(size)
+    @property
+    def number_bytes(self) -> int:
+        """Of a number of K and V."""
+        return self.dtype.width // 8
 
-    def more_edges(self):
-        return []
+    def slices(self, smem):
+        """The rings as slices of K and of V."""
+        tiling, dtype = self.tiling, self.dtype
+        start = smem.allocate_array(dtype, GROUPS * tiling.stages * STAGE, byte_alignment=1024)
+        return tuple(self.ring_at(start, tile_layout(*box), dtype) for box in (tiling.key_box, tiling.value_box))
+
+    def ring_at(self, start, layout, dtype) -> cute.Tensor:
+        """(rows, columns, stage, warpgroup) of slices that lie so."""
+        stages = self.tiling.stages
+        return tensor_of(start, layout, dtype, (stages, STAGE), (GROUPS, stages * STAGE))
 
     def more_memory(self, smem):
         """What lies behind all else."""
-
-    @property
-    def copied_slices(self):
-        """The rings that copies fill, with slices of K and of V."""
-        return self.sK, self.sV
-
-    def copied_ring(self, number) -> Ring:
-        """The ring that a copying warp fills."""
-        return self.ring(number)
 
     def of_group(self, slices: cute.Tensor, number) -> cute.Tensor:
         """(keys, columns, stage) of a warpgroup's ring."""
@@ -168,7 +166,8 @@ class HopperWideBlock(Fixed):
 
     def ring(self, number) -> Ring:
         """That of a warpgroup: rings lie behind each other."""
-        return ring_of(self.kinds, self.rings[0], number)
+        start = self.rings[0].full + number * self.kinds[0].barriers
+        return Ring(*(BoundEdge(kind, start) for kind in self.kinds))
 
 
 class HopperWideProducts(WarpgroupProducts):
@@ -214,12 +213,19 @@ class WideConsumer(RowGroup):
     def clear_values(self, first, stop: cutlass.Constexpr[int], slot):
         """Rows from `first` on of a slice of V to zeros: a page holds anything there, and 0 * NaN is NaN."""
         if first < stop:
-            sV = self.block.of_group(self.block.sV, self.number)[None, None, slot.index]
+            sV = self.slice_of_values(slot)
             for row in cutlass.range(cutlass.max(first, 0), stop, unroll=1):
                 for column in cutlass.range(self.thread, self.tiling.output_columns, WARPGROUP, unroll=1):
-                    sV[row, column] = self.block.dtype(0.0)
+                    sV[row, column] = sV.element_type(0)
             cute.arch.fence_view_async_shared()
             self.sync_group()
+
+    def slice_of_values(self, slot) -> cute.Tensor:
+        """(keys, columns) of a slice of V, whose zeros are those of the tensor's type."""
+        return self.block.of_group(self.block.sV, self.number)[None, None, slot.index]
+
+    def prepare_queries(self):
+        """What consumers do with Q before they multiply by it."""
 
 
 class WideConsume(Role):
@@ -237,15 +243,16 @@ class WideConsume(Role):
         q_slot, slot = slots
         me, call, kernel = self.me, self.call, self.kernel
         tiles = kernel.kv_tiles(call, work)
-        rows = SharedRows(me, kernel.mods, work, call.leaves(work, self.tiling.queries))
+        rows = kernel.rows_of(me, work, call.leaves(work, self.tiling.queries))
         me.block.q_edge.wait(q_slot)
+        me.prepare_queries()
         if tiles.count > 0:
             slot = rows.first_step(tiles, slot)
             for tile_range in tiles.tile_ranges():
                 for i in cutlass.range(tile_range.count, unroll=1):
                     slot = rows.step(tile_range.tile(i), tile_range.tested, slot)
         else:
-            rows.tOrO.fill(0.0)
+            rows.sums.fill(0.0)
         rows.finish(call)
         # O lay where Q is: the next one may come once it has left
         me.drain_stores()
@@ -259,6 +266,7 @@ class SharedRows(OutputRows[WideTiling]):
     def __init__(self, me: WideConsumer, mods, work, leaves):
         super().__init__(me, mods, work, leaves, work.m * ROWS + me.row)
         self.beside = me.number
+        self.sums = self.tOrO
         # rows of the tile, which are not queries where heads are packed
         self.tile_rows = [me.row + r for r in fragment_shape(8).row_offsets]
 

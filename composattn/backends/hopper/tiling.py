@@ -22,7 +22,6 @@ SUMS = 8  # columns of the output there that are sums: the least by which a prod
 OF_BYTES = "_of_bytes"
 OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
 LARGEST = 65504.0  # of fp16
-CONVERTERS = 3  # of each warpgroup, where D is above 256
 FILE = Path(__file__).with_name("forward.json")
 COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
 

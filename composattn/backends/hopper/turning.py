@@ -85,7 +85,11 @@ class Lines(Fixed):
 
     def start(self, tile, stage, row, chunk):
         """The address of a chunk of one of the first 16 rows, or 32, of a stage; those of others have the same bits."""
-        return tile.iterator.toint() + stage * self.size + row * self.wide + self.place(row, chunk) * 16
+        return tile.iterator.toint() + stage * self.size + self.start_of(row, chunk)
+
+    def start_of(self, row, chunk):
+        """At which byte of a stage a chunk of the first block lies."""
+        return row * self.wide + self.place(row, chunk) * 16
 
     def place(self, row, chunk):
         """Where a chunk of a row lies among the chunks of the row; which one lies there, likewise."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..fused.tiles.tiling import ForwardTiling
-from .tiling import CONVERTERS, L2, OF_BYTES, ROWS, Registers, registers_for
+from .tiling import L2, OF_BYTES, ROWS, Registers, registers_for
 
 GROUPS = 2  # warpgroups that share the rows: what the output of 64 rows and 512 columns takes of registers
 SLICE = 64  # columns of K in a slice: the widest swizzle of 16-bit numbers
@@ -23,6 +23,7 @@ class WideTiling(ForwardTiling):
     """
 
     l2: ClassVar[int] = L2
+    stage: ClassVar[int] = GROUPS * 2 * STAGE  # bytes of a stage of both rings
 
     stages: int
 
@@ -47,22 +48,25 @@ class WideTiling(ForwardTiling):
         return self.dv // GROUPS
 
     def shared_memory(self, element_bytes: int) -> int:
-        tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n) + GROUPS * self.stages * STAGE
-        return element_bytes * tiles + REST
+        tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n)
+        return element_bytes * tiles + self.stages * self.stage + REST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideByteTiling(WideTiling):
-    """K and V come as 8-bit numbers: behind each ring is one of `byte_rounds` slices for each converting warp."""
+    """K and V come as 8-bit numbers, as many in a slice; the first `rows` of the tile, 16, 32 or 64, are multiplied."""
 
-    byte_rounds: int
+    stage: ClassVar[int] = GROUPS * STAGE
+    rows: int
 
     @property
     def step(self) -> str:
         return self.kernel + OF_BYTES
 
-    def registers(self, paged: bool) -> Registers:
-        return Registers(216, 40)  # four warpgroups, two of which copy and convert
+    @property
+    def most_rows(self) -> int:
+        return self.rows
 
     def shared_memory(self, element_bytes: int) -> int:
-        return super().shared_memory(element_bytes) + GROUPS * CONVERTERS * self.byte_rounds * STAGE
+        # each warpgroup turns 64 numbers of each row there, and says a factor of each
+        return super().shared_memory(element_bytes) + GROUPS * 4 * ROWS * (self.rows + 1)

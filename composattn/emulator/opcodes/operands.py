@@ -169,18 +169,20 @@ def read_operand(block: Any, operand: SharedOperand, knows: Array, fenced: Fence
 
 
 def product(left: Array, right: Array) -> Array:
-    """left @ right.T in pieces that BLAS does in one thread, of at most 2^18 multiplications.
+    """left @ right.T, in pieces that BLAS does in one thread, of at most 2^18 multiplications.
 
     Its threads cost more than these sizes are worth: where cores are shared a product of 128 rows took 17 ms, not 0.2.
+    Sums are rounded once, so that no order of what is summed, nor which operand is the left one, shows in them.
     """
     step = max(16, 4096 // right.shape[0] // 16 * 16)
-    out = np.empty((left.shape[0], right.shape[0]), np.float32)
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    out = np.empty((left.shape[0], right.shape[0]))
     for row in range(0, left.shape[0], 64):
         rows, sums = left[row : row + 64], out[row : row + 64]
         np.matmul(rows[:, :step], right[:, :step].T, out=sums)
         for k in range(step, left.shape[1], step):
             sums += np.matmul(rows[:, k : k + step], right[:, k : k + step].T)
-    return out
+    return out.astype(np.float32)
 
 
 STEP = 32  # products of 8-bit numbers that an instruction of wgmma adds to each sum
