@@ -12,6 +12,7 @@ import enum
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from .swizzled_tiles import at_column, swizzled
 from .values import Fixed
@@ -69,7 +70,7 @@ class MatrixTile(Fixed):
         self.is_turned = operand.is_turned
 
     def block(self, down: int, beside: int) -> tuple[int, int]:
-        """Of block (`down`, `beside`) the column of blocks, and how many bytes behind that column's address it lies."""
+        """Where block (`down`, `beside`) lies: its column of blocks, and so many bytes behind that column's address."""
         block, column = divmod(beside, self.wide // SIDE)
         return column, self.behind + (down * SIDE + block * self.rows) * self.wide * 2
 
@@ -80,5 +81,20 @@ class MatrixTile(Fixed):
 
     def spell(self, words: str, address: str, behind: int) -> str:
         """The instruction that loads a block to registers that are called `words`."""
-        turned = ".trans" if self.is_turned else ""
-        return f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {words}, [{address} + {behind}];"
+        return _spelled(4, self.is_turned, words, f"{address} + {behind}")
+
+
+def load_matrices(address: Any, count: int = 4, turned: bool = False, behind: int | None = None) -> list[Int32]:
+    """A word of each of 1, 2 or 4 matrices of 8 rows by 16 bytes, of which each lane has the `address` of a row.
+
+    It has two neighbouring numbers of 16 bits of a row, or `turned` one of each of two rows. `behind`: so many bytes
+    behind the address.
+    """
+    names = ", ".join(f"{{$w{n}}}" for n in range(count))
+    place = "{$r0}" if behind is None else f"{{$r0}} + {behind}"
+    text = _spelled(count, turned, f"{{{names}}}", place)
+    return list(cute.arch.inline_ptx(text, write_only_types=[Int32] * count, read_only_args=[address]))
+
+
+def _spelled(count: int, turned: bool, words: str, place: str) -> str:
+    return f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' * turned}.shared.b16 {words}, [{place}];"

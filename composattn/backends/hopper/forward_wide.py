@@ -143,7 +143,7 @@ class HopperWideBlock(Fixed):
 
     @property
     def number_bytes(self) -> int:
-        """Of a number of K and V."""
+        """How many bytes a number of K and V has in shared memory."""
         return self.dtype.width // 8
 
     def slices(self, smem):

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, Uint8
 
 from ...primitives.branches import store_if, when
 from ...primitives.dequantise import Widening
+from ...primitives.matrix_loads import load_matrices
 from ...primitives.online_softmax import any_rescales, rescale_rows, rescale_rows_if_needed
 from ...primitives.swizzled_tiles import at_column, get_words, put_words, tile_layout
 from ...primitives.values import Fixed
@@ -189,17 +190,6 @@ class ByteConsumer(WideConsumer):
         return left
 
 
-def load_matrices(address, count: int = 4, turned: bool = False) -> list:
-    """A word of each of `count` matrices of 8 rows by 16 bytes; turned: of two rows in two columns."""
-    names = ", ".join(f"{{$w{n}}}" for n in range(count))
-    found = cute.arch.inline_ptx(
-        f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' * turned}.shared.b16 {{{names}}}, [{{$r0}}];",
-        write_only_types=[Int32] * count,
-        read_only_args=[address],
-    )
-    return list(found)
-
-
 class Turning(Fixed):
     """Turns 64 numbers of each row, as products leave them, through shared memory of a warpgroup's own.
 
@@ -224,7 +214,7 @@ class Turning(Fixed):
                     numbers_at(at + c * (8 * 4 * ROWS), 1)[0] = view[r, 2 * c + i]
 
     def get(self, registers: cute.Tensor) -> None:
-        """As registers of a product whose rows these are; rows behind the last one have numbers of others."""
+        """To registers of a product whose rows these are; rows behind the last one have numbers of others."""
         quad, group = self.lane % 4, self.lane // 4
         view = row_column_view(registers)
         place = self.start + ((2 * quad) ^ self.flips(group)) * 4

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.arch import fence_view_async_shared
 
+from ...primitives.matrix_loads import load_matrices
 from ...primitives.swizzled_tiles import swizzled
 from ...primitives.values import Fixed
 from ..fused.kernels.forward import Role
@@ -65,7 +66,7 @@ class TurnValues(Role):
         blocks, at_once = self.tiling.tile_n // KEYS, self.tiling.turned_at_once
         for first in range(0, blocks, at_once):
             numbers = range(first, min(first + at_once, blocks))
-            loaded = [_load(at + i * (KEYS * source.wide)) for i in numbers]
+            loaded = [load_matrices(at + i * (KEYS * source.wide), turned=True) for i in numbers]
             for i, (a, b, c, d) in zip(numbers, loaded, strict=True):
                 block, inner = divmod(2 * i, target.chunks)
                 place = (to ^ inner * 16) + block * target.block
@@ -94,14 +95,6 @@ class Lines(Fixed):
     def place(self, row, chunk):
         """Where a chunk of a row lies among the chunks of the row; which one lies there, likewise."""
         return chunk ^ (row * self.wide >> 7 & self.chunks - 1)
-
-
-def _load(address):
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
-    )
 
 
 def _store(address, words):

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
-from ...primitives.matrix_loads import MatrixTile, Operand
+from ...primitives.matrix_loads import MatrixTile, Operand, load_matrices
 from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
 from ...primitives.values import Fixed
-from ...primitives.whole_products import Operands, listed
+from ...primitives.whole_products import Operands, listed, members
 from ..fused.kernels.registers.output_rows import OutputProducts
 
 ROWS = 16  # of one product
@@ -38,7 +38,7 @@ class Shared:
     held: Sequence[Left] = ()
 
     def block(self, step: int, number: int) -> tuple[int, int]:
-        """Of a step the block of this number, see `MatrixTile.block`."""
+        """Where block `number` of a step lies: its column, and bytes behind that column's address."""
         number *= self.apart
         return self.tile.block(step, number) if self.tile.is_turned else self.tile.block(number, step)
 
@@ -94,7 +94,7 @@ class Warp(Fixed):
         steps, words = cute.size(rounded) // (8 * self.blocks), cute.size(rounded) // 2
         word = ir.IntegerType.get_signless(32)
         every = llvm.load(llvm.StructType.get_literal([word] * words), rounded.iterator.to_llvm_ptr())
-        values = [llvm.extractvalue(word, every, [i]) for i in range(words)]
+        values = members(every, word, range(words))
         starts = [[4 * (step * self.blocks + block) for block in range(self.blocks)] for step in range(steps)]
         return [[values[first : first + 4] for first in of_blocks] for of_blocks in starts]
 
@@ -103,9 +103,7 @@ class Warp(Fixed):
         tile, blocks = operand.tile, []
         for i in range(self.blocks):
             column, behind = operand.block(step, i)
-            text = tile.spell("{{$w0}, {$w1}, {$w2}, {$w3}}", "{$r0}", behind)
-            address = tile.address(column, operand.before)
-            words = cute.arch.inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[address])
+            words = load_matrices(tile.address(column, operand.before), turned=tile.is_turned, behind=behind)
             blocks.append([word.ir_value() for word in words])
         return blocks
 
