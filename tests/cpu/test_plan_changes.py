@@ -31,6 +31,7 @@ def test_a_plan_that_differs_is_told_with_its_class(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("direction", COUNTS)
 def test_no_shape_is_in_two_parts_of_a_sweep(direction: Direction) -> None:
     parts = [{case.name for case in shapes(direction, part)} for part in SEEDS]
-    counts = [{"short": SHORT, "near": len(shapes(direction, "near"))}.get(part, COUNTS[direction]) for part in SEEDS]
+    few = {"short": SHORT, **{part: len(shapes(direction, part)) for part in ("near", "named")}}
+    counts = [few.get(part, COUNTS[direction]) for part in SEEDS]
     assert [len(part) for part in parts] == counts
     assert len(set.union(*parts)) == sum(counts)
