@@ -25,7 +25,7 @@ ROWS = [(direction, name, row) for direction, tables in TABLES.items() for name,
         ("backward", "fit", 72, 0.002, 0.03),
         ("backward", "held-out", 30, 0.004, 0.04),
         ("forward", "unseen", 218, 0.001, 0.04),
-        ("backward", "unseen", 123, 0.002, 0.12),
+        ("backward", "unseen", 143, 0.002, 0.05),
     ],
 )
 def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
@@ -34,7 +34,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
     """The worst backward of those held out is ALiBi of 2k at D 64, which 128 queries suit.
 
     Where few tiles of keys add to dQ it is claimed since, and pairs stay, which these sweeps did not time. Of those
-    unseen it is 765 queries on 994 keys with 24 heads on 3, whose pieces have other parts of the heads since.
+    unseen it is documents of 3,019 at D 128 with 16 heads on 2, which blocks that leave suit.
     """
     found = regrets(direction, part)
     assert len(found) == shapes
