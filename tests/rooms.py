@@ -26,7 +26,7 @@ ROOMS = {
     "mods": "mods",
     "call": "call",
     "primitives": "primitives",
-    "backends in PyTorch": "backends/formula backends/gathered backends/reference backends/layouts backends/sinks"
+    "backends in PyTorch": "backends/gathered backends/reference backends/layouts backends/sinks"
     " backends/streaming backends/tiles",
     "backends/fused": "backends/fused",
     "backends/hopper": "backends/hopper",

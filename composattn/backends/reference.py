@@ -1,12 +1,14 @@
 """The oracle: attention by its definition, dense, in fp64, differentiated by torch's autograd; any device.
 
 Every other backend is held to this one (`composattn.testing`). It is written to be read, and to have no rounding
-and no NaN of its own: mods are evaluated at visible pairs only, so what a mod gives at a hidden pair (a NaN, an
-infinite derivative, a read out of range) can't leak into a result or a gradient.
+and no NaN of its own: mods are evaluated at visible pairs only. A hidden pair gets the indices and the score of a
+visible one, and its value is dropped, so what a mod gives there (a NaN, an infinite derivative, a read out of range)
+can't leak into a result or a gradient.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -87,7 +89,7 @@ def attention(
 
     Raises: `CapturedIndexOutOfRange` where a captured tensor is read outside its shape at a visible pair.
     """
-    call = _Dense(Program(score, mask, sink, keep, values), scale, precision, tensors or {}, rounding)
+    call = Dense(Program(score, mask, sink, keep, values), scale, precision, tensors or {}, rounding)
     return _attention(call, q, k, v, sequences)[:2]
 
 
@@ -108,7 +110,7 @@ class ReferenceCall(PreparedCall):
 
     @in_range("forward")
     def __call__(self, inputs: Inputs, asked: Asked) -> Three:
-        return _attention(_Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
+        return _attention(Dense(self.program, self.scale), *inputs[:3], inputs.sequences)
 
     def begin(
         self, scalars: Sequence[float | int], sequences: Sequences = NO_SEQUENCES, return_max_scores: bool = False
@@ -133,7 +135,7 @@ class Recomputed:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, captured: Sequence[torch.Tensor]) -> Three:
         program = self.call.program
-        dense = _Dense(program, self.call.scale, tensors=dict(zip(map(id, self.captures), captured, strict=True)))
+        dense = Dense(program, self.call.scale, tensors=dict(zip(map(id, self.captures), captured, strict=True)))
         dense.scalars = dict(zip(map(id, program.scalars), self.scalars, strict=True))
         return _attention(dense, q, k, v, self.sequences)
 
@@ -162,28 +164,41 @@ class Recomputed:
         return tuple(next(found) if w else None for w in known.wanted)
 
 
-def _attention(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
+def _attention(call: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> Three:
     refuse_in_graph(
         "backend 'reference' looks at what masks hide", "call one with kernels: 'hopper', 'blackwell' or 'warp'"
     )
+    out, lse, top = by_sequences(functools.partial(_batch, call), q, k, v, sequences)
+    return in_order_of(q, out), lse, top
+
+
+def by_sequences(
+    compute: Callable[..., Three], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
+) -> Three:
+    """What `compute` gives for q, k, v (B, H, S, D) of some sequences and the number of the first, for each in turn."""
     if sequences.is_dense:
-        out, lse, top = _batch(call, q, k, v, 0)
-        return in_order_of(q, out), lse, top
-    form, given = arrange(sequences, q, k), q
+        return compute(q, k, v, 0)
+    form = arrange(sequences, q, k)
     q, k, v = form.queries(q), form.keys(k), form.keys(v)
-    lse, top = (q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype)) for _ in range(2))
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
+
+    def unused(rows: int) -> Three:
+        lse = q.new_full((*q.shape[:2], rows), -torch.inf, dtype=_lse_dtype(q.dtype))
+        return q.new_zeros((*q.shape[:2], rows, v.shape[3])), lse, lse
+
+    found, end = [], 0
     for b, queries, keys in form.parts:
-        found = _batch(call, q[:, :, queries], k[:, :, keys], v[:, :, keys], b)
-        out[:, :, queries], lse[:, :, queries], top[:, :, queries] = found
-    return in_order_of(given, form.queries_back(out)), form.statistics_back(lse), form.statistics_back(top)
+        found += [unused(queries.start - end), compute(q[:, :, queries], k[:, :, keys], v[:, :, keys], b)]
+        end = queries.stop
+    found.append(unused(q.shape[2] - end))
+    out, lse, top = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+    return form.queries_back(out), form.statistics_back(lse), form.statistics_back(top)
 
 
 def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _batch(call: _Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int) -> Three:
+def _batch(call: Dense, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b0: int) -> Three:
     """Dense tensors of the sequences from number b0 on, so many heads at a time as memory holds."""
     batch, heads, q_len, _ = q.shape
     group = heads // k.shape[1]
@@ -209,8 +224,12 @@ def _largest(scores: torch.Tensor) -> torch.Tensor:
     return scores.new_full((*scores.shape[:-1], 1), -torch.inf)
 
 
-class _Dense:
-    """One call on a range of batches and heads that starts at (b0, h0)."""
+class Dense:
+    """One call on a range of batches and heads that starts at (b0, h0).
+
+    Unless it `looks` for reads outside of captured tensors at visible pairs, no step asks for numbers, writes in place
+    or has a backward of its own, so every transform of torch goes through: forward mode, derivatives of gradients.
+    """
 
     def __init__(
         self,
@@ -219,7 +238,9 @@ class _Dense:
         precision: torch.dtype = torch.float64,
         tensors: Mapping[int, torch.Tensor] | None = None,
         rounding: Rounding | None = None,
+        looks: bool = True,
     ) -> None:
+        self.looks = looks
         self.score_mod, self.mask_mod, self.scale, self.rounding = program.score, program.mask, scale, rounding
         self.sink_mod, self.keep_mod, self.precision = program.sink, program.keep, precision
         self.values_mod = program.values
@@ -304,50 +325,49 @@ class _Dense:
 
     def modified(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
         """Scores after the score mod, -inf where hidden."""
-        visible = self.visible(scores, b0, h0)
+        visible = None if self.mask_mod is None else self.visible(self.mask_mod, scores, b0, h0)
         mod = self.score_mod
-        if mod is None and visible is None:
-            return scores
+        if mod is None or not scores.numel():
+            return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
         if visible is None:
             visible = torch.ones_like(scores, dtype=torch.bool)
-        if mod is not None:
-            with torch.no_grad():  # where the mod itself says -inf, its derivative has no meaning: hidden as well
-                first = self.at_visible(mod, scores, visible, b0, h0)
-                visible = visible.masked_scatter(visible, first != -torch.inf)
-            values = self.at_visible(mod, scores, visible, b0, h0)
-        else:
-            values = scores[visible]
-        return torch.full_like(scores, -torch.inf).masked_scatter(visible, values)
+        with torch.no_grad():  # where the mod itself says -inf, its derivative has no meaning: hidden as well
+            visible = visible & (self.of_pairs(mod, scores, visible, b0, h0) != -torch.inf)
+        return torch.where(visible, self.of_pairs(mod, scores, visible, b0, h0), -torch.inf)
 
-    def visible(self, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor | None:
-        if self.mask_mod is None:
-            return None
+    def visible(self, mask: Expr, scores: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
         env = self.env(self.index(scores, b0, h0), scores.device)
         with torch.no_grad():
-            visible = evaluate(self.mask_mod, env).expand(scores.shape)
-            self.refuse_outside(env, lambda outside: outside.expand(scores.shape) & visible)
+            visible = evaluate(mask, env).expand(scores.shape)
+            self.refuse_outside(env, visible)
         return visible
 
-    def at_visible(self, mod: Expr, scores: torch.Tensor, visible: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
-        b, h, q, kv = visible.nonzero(as_tuple=True)
-        index: dict[str, torch.Tensor | int] = {
-            "b": b + b0, "h": h + h0, "q": q, "kv": kv, "q_len": scores.shape[2], "kv_len": scores.shape[3],
-        }  # fmt: skip
+    def of_pairs(self, mod: Expr, scores: torch.Tensor, visible: torch.Tensor, b0: int, h0: int) -> torch.Tensor:
+        """What `mod` gives, at hidden pairs what it gives at the first visible one."""
+        first = visible.flatten().to(torch.int8).argmax()
+        index: dict[str, torch.Tensor | int] = {"q_len": scores.shape[2], "kv_len": scores.shape[3]}
+        left = first
+        for axis, (name, begin) in reversed(list(enumerate({"b": b0, "h": h0, "q": 0, "kv": 0}.items()))):
+            size = scores.shape[axis]
+            at = torch.arange(size, device=scores.device).view(-1, *(1,) * (3 - axis))
+            index[name] = torch.where(visible, at, left % size) + begin
+            left = left // size
         env = self.env(index, scores.device)
-        env.score = at_pairs = scores[visible]
-        values = evaluate(mod, env)
-        self.refuse_outside(env, lambda outside: outside.expand(at_pairs.shape))
-        return values.to(scores.dtype).expand(at_pairs.shape)
+        there = scores.detach().flatten().gather(0, first.unsqueeze(0))
+        env.score = torch.where(visible, scores, there)
+        values = evaluate(mod, env).to(scores.dtype).expand(scores.shape)
+        self.refuse_outside(env, visible)
+        return values
 
     def env(self, index: dict[str, torch.Tensor | int], device: torch.device) -> Env:
         kind, scalars = self.working, self.scalars
         return Env(index, None, kind, device, self.tensors, reads=[], scalars=scalars, deciding=self.held)
 
-    @staticmethod
-    def refuse_outside(env: Env, visible: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for node, outside in env.reads or ():
-            if bool(visible(outside).any()):
+    def refuse_outside(self, env: Env, visible: torch.Tensor) -> None:
+        for node, outside in env.reads or () if self.looks else ():
+            count = int((outside & visible).sum())
+            if count:
                 raise CapturedIndexOutOfRange(
-                    f"{read_in_words(node)}, which leaves that shape at {int(visible(outside).sum())} visible pairs; "
+                    f"{read_in_words(node)}, which leaves that shape at {count} visible pairs; "
                     "make the tensor larger, clamp the index, or hide those pairs with the mask"
                 )

@@ -4,7 +4,7 @@
                    number in the call that the user wrote, b // B is the number of the call, and a captured tensor that
                    differs from call to call, or whose gradient shall, has that number as one more index.
     grad, vjp      an `autograd.Function` whose backward is one too, so that either may lie below a vmap.
-    forward mode   and derivatives of gradients: the formula of `backends.formula`, which torch differentiates. The
+    forward mode   and derivatives of gradients: the steps of `backends.reference`, which torch differentiates. The
                    generated kernels refuse both by name.
 
 Nothing is analysed or planned before the transforms are peeled off: what mods read may be anything until then.
@@ -30,7 +30,7 @@ from ..analysis.cuda_graphs import numbers_now
 from ..analysis.derived import refresh
 from ..analysis.other_sizes import refuse_other_sizes
 from ..analysis.program import Program
-from ..backends import formula
+from ..backends import reference
 from ..call.autograd import BackwardInputs, Differentiable, without_autocast
 from ..call.block_sparse import Table
 from ..call.inputs import LENGTHS, Inputs
@@ -177,7 +177,7 @@ class TransformedCall:
         precision = self.precision(q)
         stand_ins = [id(c.tensor) for c in self.captures]
         program, scale = Program(*self.mods), softmax_scale(self.attention.options.scale, q.shape[-1])
-        call = formula.Formula(program, scale, precision, dict(zip(stand_ins, captured, strict=True)))
+        call = reference.Dense(program, scale, precision, dict(zip(stand_ins, captured, strict=True)), looks=False)
         call.scalars = {id(s): value for s, value in self.numbers.items()}
         if any(map(_is_batched, lengths)):
             raise UnsupportedTransform(
@@ -185,7 +185,11 @@ class TransformedCall:
                 "lengths for all, or call once for each"
             )
         inputs = Inputs.unflatten(q.to(precision), k.to(precision), v.to(precision), lengths, self.hints)
-        return without_autocast(q, formula.attention, call, *inputs[:3], inputs.sequences)
+
+        def compute(q: Any, k: Any, v: Any, b: int) -> reference.Three:
+            return call(q, k, v, b, 0)
+
+        return without_autocast(q, reference.by_sequences, compute, *inputs[:3], inputs.sequences)
 
     def precision(self, q: torch.Tensor) -> torch.dtype:
         """What the backend computes in, where it takes derivatives of any kind. Raises `GradientUnsupported`."""
