@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import functools
 import gc
@@ -46,7 +47,7 @@ from benchmarks.timing import (  # noqa: E402
     peak_extra_bytes,
     time_limit,
 )
-from composattn.backends.fused.tiles.architecture import plan_elsewhere_as  # noqa: E402
+from composattn.backends.fused.tiles.architecture import ARCHITECTURES  # noqa: E402
 from composattn.backends.fused.tiles.target import TARGETS, Target  # noqa: E402
 from composattn.errors import BackendUnavailable  # noqa: E402
 
@@ -272,7 +273,15 @@ def backend_as(arch: str, device: torch.device) -> str:
     target, here = next(target for target in TARGETS.values() if target.arch == arch), Target.of(device)
     if here.backend == target.backend and here.arch != arch:
         raise BackendUnavailable(f"{here.gpu} has {target.backend}'s kernels for {here.arch}; leave --as out")
-    return plan_elsewhere_as(target)
+    found = ARCHITECTURES[target.backend]
+    if found.elsewhere is None:
+        able = ", ".join(name for name, other in ARCHITECTURES.items() if other.elsewhere is not None)
+        raise BackendUnavailable(
+            f"kernels for {target.arch} run on no GPU but those of {found.name}; those of {able} are built for newer "
+            "ones too"
+        )
+    ARCHITECTURES[found.name] = dataclasses.replace(found, elsewhere=target)
+    return found.name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

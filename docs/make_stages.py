@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,18 @@ def fade(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 def recent_or_first(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return (q_idx >= kv_idx) & ((q_idx - kv_idx < 128) | (kv_idx < 16))
+
+
+class Boxes(Drawing):
+    """A drawing with rounded boxes."""
+
+    def box(self, x: float, y: float, w: float, h: float, lines: Iterable[str], fill: str = PAPER) -> None:
+        """A rounded box with centred lines of text, the first of them bold."""
+        lines = list(lines)
+        self.rect(x, y, w, h, fill, edge=PALE, round=6)
+        top = y + h / 2 - 8 * (len(lines) - 1) + 4
+        for n, words in enumerate(lines):
+            self.text(x + w / 2, top + 16 * n, words, anchor="middle", bold=n == 0, size=12 if n == 0 else 11)
 
 
 def label(node: Expr) -> str:
@@ -146,7 +158,7 @@ def plan() -> str:
 
 
 def compile_() -> str:
-    drawn = Drawing(720, 250, "What is kept under which name")
+    drawn = Boxes(720, 250, "What is kept under which name")
     drawn.box(20, 95, 110, 50, ["your function"])
     drawn.box(180, 30, 150, 60, ["form, a text", "which operations,", "which types"], GREEN)
     drawn.box(180, 150, 150, 60, ["tensors and scalars", "that it reads"], ORANGE)
@@ -170,7 +182,7 @@ def compile_() -> str:
 
 def launch() -> str:
     """A sketch of the forward's warpgroups on Hopper over time."""
-    drawn = Drawing(720, 250, "Who does what in a block")
+    drawn = Boxes(720, 250, "Who does what in a block")
     rows = ("loads", "tile of queries 1", "tile of queries 2")
     for n, words in enumerate(rows):
         drawn.text(20, 62 + 60 * n, words, size=12, bold=True)
@@ -193,7 +205,7 @@ def launch() -> str:
 
 
 def backward() -> str:
-    drawn = Drawing(720, 300, "The backward computes the scores again")
+    drawn = Boxes(720, 300, "The backward computes the scores again")
     drawn.box(20, 30, 120, 46, ["Q, K"], PAPER)
     drawn.box(190, 30, 150, 46, ["score mod, mask", "the same graph"], GREEN)
     drawn.box(390, 30, 120, 46, ["P = exp(S − lse)"], TESTED)

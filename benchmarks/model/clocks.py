@@ -1,4 +1,4 @@
-"""What each unit of an SM does in a clock, by target, with sources; rates that plans know are the target's.
+"""What each unit of an SM does in a clock, by target, with sources; exponentials, which plans know, are the target's.
 
 guide    CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", of compute capability 9.0, in
          results per clock and SM; taken to hold for 10.0 and 10.3
@@ -48,8 +48,8 @@ class Clocks:
 
     @staticmethod
     def of_target(gpu: Target) -> Clocks:
-        of = gpu.exp2_per_clock, gpu.special_per_clock, gpu.fma_per_clock, gpu.alu_per_clock
-        return Clocks(gpu.arch, gpu.sms, gpu.matrix_per_clock, *of)
+        fma = 64 if gpu.arch == "sm_80" else 128
+        return Clocks(gpu.arch, gpu.sms, MATRIX[gpu.arch], gpu.exp2_per_clock, 16, fma, 64)
 
     def of(self, kind: str) -> float:
         """Clocks in which a partition takes an instruction of this kind from a warp."""
@@ -59,6 +59,10 @@ class Clocks:
         }  # fmt: skip
         return LANES * PARTITIONS / results[kind] if kind in results else 0.0
 
+
+# Products with fp32 sums; before Hopper by the data sheets' dense numbers, SMs and clocks.
+MATRIX = {"sm_80": 2048, "sm_87": 2048, "sm_86": 512, "sm_89": 512, "sm_120a": 512, "sm_121a": 512}
+MATRIX |= {"sm_90a": 4096, "sm_100a": 8192, "sm_103a": 8192}
 
 # Of sm_103a the exponential is doubled (paper); reciprocals and tanh are not known to be.
 TARGETS: Mapping[str, Clocks] = {gpu.arch: Clocks.of_target(gpu) for gpu in GPUS.values()}

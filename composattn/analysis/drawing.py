@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -53,14 +53,6 @@ class Drawing:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         head = ' marker-end="url(#head)"' if arrow else ""
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{edge}" stroke-width="{width:g}"{head}/>')
-
-    def box(self, x: float, y: float, w: float, h: float, lines: Iterable[str], fill: str = PAPER) -> None:
-        """A rounded box with centred lines of text, the first of them bold."""
-        lines = list(lines)
-        self.rect(x, y, w, h, fill, edge=PALE, round=6)
-        top = y + h / 2 - 8 * (len(lines) - 1) + 4
-        for n, words in enumerate(lines):
-            self.text(x + w / 2, top + 16 * n, words, anchor="middle", bold=n == 0, size=12 if n == 0 else 11)
 
     def cells(self, x: float, y: float, size: float, shown: torch.Tensor, fill: str) -> None:
         """The true cells of a matrix (rows, columns), each `size` wide, as one path of runs."""

@@ -11,7 +11,7 @@ import torch
 
 from ....analysis.program import Program
 from ....call.problem import Problem
-from ....errors import BackendUnavailable, GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
+from ....errors import GradientUnsupported, UnsupportedCapture, UnsupportedDType, UnsupportedHeadDim
 from ....graph.foreign import is_computed, is_heard
 from .target import Target
 from .tiling import Chosen
@@ -167,22 +167,6 @@ ARCHITECTURES: dict[str, Architecture] = {}
 def architecture_of(target: Target) -> Architecture:
     """Whose kernels run on `target`."""
     return ARCHITECTURES[target.backend]
-
-
-def plan_elsewhere_as(target: Target) -> str:
-    """Plans kernels as for `target` from now on, in this process, where they are built for GPUs of other architectures.
-
-    Returns the name of their backend. Raises `BackendUnavailable` where they are built for their own GPUs alone.
-    """
-    found = architecture_of(target)
-    if found.elsewhere is None:
-        able = ", ".join(name for name, other in ARCHITECTURES.items() if other.elsewhere is not None)
-        raise BackendUnavailable(
-            f"kernels for {target.arch} run on no GPU but those of {found.name}; those of {able} are built for newer "
-            "ones too"
-        )
-    ARCHITECTURES[found.name] = dataclasses.replace(found, elsewhere=target)
-    return found.name
 
 
 def planned_for(backend: str | None) -> Target:

@@ -17,14 +17,9 @@ class Target:
 
     `gpu` is what people call it, `backend` names who generates its kernels, `arch` its machine code, which runs on no
     other: there is a row for each compute capability. `shared_memory` is what one block can get, in bytes; `registers`
-    what one SM has. `memory_rate`: of device memory, in GB/s.
-
-    Rates are of one SM: 16-bit operations of the tensor core (a multiply-add is two), results of
-    exponentials (FlashAttention-4, 2026), of other special functions, of fp32 multiply-adds, of other arithmetic and of
-    all instructions (CUDA C++ Programming Guide, compute capability 9.0, taken to hold for 10.0 and 10.3; that the
-    doubled exponentials of 10.3 leave other special functions as they were is assumed). `maximum_by_load`: what loads
-    the results of products also gives the largest of them. `copies_in_bulk`: one instruction brings a tile of a tensor
-    to shared memory, and an mbarrier tells when it is there.
+    what one SM has, and `exp2_per_clock` results of exponentials (FlashAttention-4, 2026); `memory_rate`: of device
+    memory, in GB/s. `maximum_by_load`: what loads the results of products also gives the largest of them.
+    `copies_in_bulk`: one instruction brings a tile of a tensor to shared memory, and an mbarrier tells when.
     """
 
     gpu: str = dataclasses.field(compare=False, metadata={"why": "for people to read"})
@@ -34,11 +29,6 @@ class Target:
     shared_memory: int
     registers: int
     exp2_per_clock: int
-    matrix_per_clock: int = dataclasses.field(compare=False, metadata=CHOOSES)
-    special_per_clock: int = dataclasses.field(default=16, compare=False, metadata=CHOOSES)
-    fma_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
-    alu_per_clock: int = dataclasses.field(default=64, compare=False, metadata=CHOOSES)
-    issue_per_clock: int = dataclasses.field(default=128, compare=False, metadata=CHOOSES)
     maximum_by_load: bool = dataclasses.field(default=False, compare=False, metadata=CHOOSES)
     memory_rate: int = dataclasses.field(default=4800, compare=False, metadata=CHOOSES)
     copies_in_bulk: bool = True
@@ -64,30 +54,25 @@ class Target:
 
 HOPPER = Target(
     "H200", "hopper", "sm_90a", sms=132, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=4096,
 )  # fmt: skip
 BLACKWELL = Target(
     "B200", "blackwell", "sm_100a", sms=148, shared_memory=227 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=8192,
 )  # fmt: skip
 
-# Shared memory by the table "technical specifications per compute capability" of the CUDA C++ Programming Guide; rates
-# of products with fp32 sums by the data sheets' dense numbers, SMs and clocks
+# Shared memory by the table "technical specifications per compute capability" of the CUDA C++ Programming Guide
 AMPERE = Target(
     "A100", "warp", "sm_80", sms=108, shared_memory=163 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=2048, fma_per_clock=64, memory_rate=2039, copies_in_bulk=False,
+    memory_rate=2039, copies_in_bulk=False,
 )  # fmt: skip
 ADA = Target(
     "RTX 4090", "warp", "sm_89", sms=128, shared_memory=99 * 1024, registers=65536, exp2_per_clock=16,
-    matrix_per_clock=512, memory_rate=1008, copies_in_bulk=False,
+    memory_rate=1008, copies_in_bulk=False,
 )  # fmt: skip
 
 TARGETS = {
     (8, 0): AMPERE,
     (8, 6): dataclasses.replace(ADA, gpu="RTX 3090", arch="sm_86", sms=82, memory_rate=936),
-    (8, 7): dataclasses.replace(
-        AMPERE, gpu="Jetson AGX Orin", arch="sm_87", sms=16, fma_per_clock=128, memory_rate=204
-    ),
+    (8, 7): dataclasses.replace(AMPERE, gpu="Jetson AGX Orin", arch="sm_87", sms=16, memory_rate=204),
     (8, 9): ADA,
     (9, 0): HOPPER,
     (10, 0): BLACKWELL,
