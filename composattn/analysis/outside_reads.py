@@ -21,7 +21,7 @@ from ..graph.rebuilt import substitute
 from .derived import Derived
 from .program import Program
 from .symbolic import read_in_words
-from .tiles import EMPTY, tiles
+from .tiles import EMPTY, positions_in, tiles
 
 _TILE = 128
 _TILES_AT_ONCE = 64  # 2^20 pairs
@@ -140,19 +140,14 @@ def _first_pair(
     here: Expr, where: torch.Tensor, q_len: int, kv_len: int, scores: Scores | None
 ) -> tuple[int, int, int, int] | None:
     """(b, h, q, kv) of the first pair that is `here`, of the tiles (n, 4) `where`."""
-    by_row = torch.arange(min(_TILE, q_len), device=where.device).view(1, -1, 1)
-    by_column = torch.arange(min(_TILE, kv_len), device=where.device).view(1, 1, -1)
-    for part in where.split(_TILES_AT_ONCE):
-        b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
-        # beyond the end the last position stands again
-        q, kv = (row * _TILE + by_row).clamp(max=q_len - 1), (column * _TILE + by_column).clamp(max=kv_len - 1)
-        at: dict[str, torch.Tensor | int] = {"b": b, "h": h, "q": q, "kv": kv, "q_len": q_len, "kv_len": kv_len}
+    for part, at in positions_in(where, q_len, kv_len, (_TILE, _TILE), _TILES_AT_ONCE):
+        b, h, q, kv = (at[name] for name in ("b", "h", "q", "kv"))
         env = Env(at, device=where.device, float_dtype=torch.float32)
         if here.deps & Dep.SCORE:
             assert scores is not None
             env.score = scores.at(b, h, q, kv)
             env.float_dtype, env.deciding = env.score.dtype, {}
-        found = evaluate(here, env).expand(len(part), by_row.numel(), by_column.numel()).nonzero()
+        found = evaluate(here, env).expand(len(part), _TILE, _TILE).nonzero()
         if len(found):
             n, i, j = found[0].tolist()
             return int(b[n]), int(h[n]), int(q[n, i]), int(kv[n, 0, j])

@@ -6,22 +6,20 @@ a word. Most such mistakes show in shapes alone: an index stands for a dimension
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..errors import CapturedIndexOutOfRange
-from ..graph.evaluate import Env, evaluate
 from ..graph.expr import Expr
 from .cuda_graphs import refuse_in_graph
 from .program import Program
 from .symbolic import read_in_words
-from .tiles import FULL, PARTIAL, tiles
+from .tiles import FULL, PARTIAL, settled_tiles, tiles
 
 _CALLED = {"b": "batch", "h": "query heads", "q": "queries", "kv": "keys"}
 _COARSE = 1024  # tiles of the analysis; bounds of b and h are exact in tiles of any size
-_AT_ONCE = 2**24  # pairs that are looked at together
+_AT_ONCE = 2**22  # pairs of a tile, which are looked at together
 
 
 def refuse_short_reads(program: Program, sizes: Mapping[str, int], device: torch.device) -> bool:
@@ -79,23 +77,15 @@ def _sees(mask: Expr | None, name: str, first: int, sizes: Mapping[str, int], de
         "call once before the capture, with the same tensors",
     )
     # of queries or keys the second tile begins at `first`
-    tile = tuple(first if n == name else _COARSE for n in ("q", "kv"))
-    kinds = tiles(mask, sizes["q"], sizes["kv"], (tile[0], tile[1]), sizes["b"], sizes["h"], device=device)
     axis = list(_CALLED).index(name)
-    beyond = kinds.expand(sizes["b"], sizes["h"], -1, -1).movedim(axis, 0)[first if axis < 2 else 1 :]
+    other = min(_COARSE, max(1, _AT_ONCE // first))
+    tile = (first if name == "q" else other), (first if name == "kv" else other)
+    kinds = tiles(mask, sizes["q"], sizes["kv"], tile, sizes["b"], sizes["h"], device=device)
+    kinds = kinds.expand(sizes["b"], sizes["h"], -1, -1)
+    beyond = kinds.movedim(axis, 0)[first if axis < 2 else 1 :]
     if axis < 2 or not bool((beyond == PARTIAL).any()) or bool((beyond == FULL).any()):
         return bool(beyond.any())
-    return _any_visible(mask, name, first, sizes, device)
-
-
-def _any_visible(mask: Expr, name: str, first: int, sizes: Mapping[str, int], device: torch.device) -> bool:
-    """Whether any such pair is visible, by evaluating the mask pair by pair, some positions at a time."""
-    axes = {"b": (-1, 1, 1, 1), "h": (-1, 1, 1), "q": (-1, 1), "kv": (-1,)}
-    at = {n: torch.arange(sizes[n], device=device).view(axes[n]) for n in axes}
-    lengths = {"q_len": sizes["q"], "kv_len": sizes["kv"]}
-    pairs = math.prod(sizes.values()) // sizes[name]
-    for part in torch.arange(first, sizes[name], device=device).split(max(1, _AT_ONCE // pairs)):
-        env = Env({**at, name: part.view(axes[name]), **lengths}, device=device, float_dtype=torch.float32)
-        if bool(evaluate(mask, env).any()):
-            return True
-    return False
+    where = (kinds == PARTIAL).nonzero()
+    where = where[where[:, axis] > 0]
+    settled = settled_tiles(mask, where, sizes["q"], sizes["kv"], tile, device)
+    return any(bool(found.any()) for _, found in settled)

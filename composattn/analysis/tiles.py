@@ -118,15 +118,22 @@ def settled_tiles(
 
     where: (b, h, row, column) of each.
     """
-    offsets = [
-        torch.arange(n, device=device).view(shape) for n, shape in zip(tile, ((1, -1, 1), (1, 1, -1)), strict=True)
-    ]
-    for part in where.split(max(1, _AT_ONCE // (tile[0] * tile[1]))):
-        b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
-        # beyond the end the last position stands again, which changes neither any nor all
-        q = (row * tile[0] + offsets[0]).clamp(max=q_len - 1)
-        kv = (column * tile[1] + offsets[1]).clamp(max=kv_len - 1)
-        lengths = {"q_len": torch.tensor(q_len, device=device), "kv_len": torch.tensor(kv_len, device=device)}
-        env = Env({"b": b, "h": h, "q": q, "kv": kv, **lengths}, device=device, float_dtype=torch.float32)
-        visible = evaluate(mask, env).expand(len(part), *tile).flatten(1)
+    for part, at in positions_in(where, q_len, kv_len, tile, max(1, _AT_ONCE // (tile[0] * tile[1]))):
+        visible = evaluate(mask, Env(at, device=device, float_dtype=torch.float32)).expand(len(part), *tile).flatten(1)
         yield part, visible.any(1).to(torch.int8) + visible.all(1).to(torch.int8)
+
+
+def positions_in(
+    where: torch.Tensor, q_len: int, kv_len: int, tile: tuple[int, int], at_once: int
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Some rows of `where`, and all positions in those tiles, by their names, as they broadcast to (tiles, *tile).
+
+    Beyond the end the last position stands again, which changes neither any nor all.
+    """
+    rows, columns = (torch.arange(n, device=where.device) for n in tile)
+    lengths = {"q_len": torch.tensor(q_len, device=where.device), "kv_len": torch.tensor(kv_len, device=where.device)}
+    for part in where.split(at_once):
+        b, h, row, column = (c.view(-1, 1, 1) for c in part.unbind(1))
+        q = (row * tile[0] + rows[:, None]).clamp(max=q_len - 1)
+        kv = (column * tile[1] + columns).clamp(max=kv_len - 1)
+        yield part, {"b": b, "h": h, "q": q, "kv": kv, **lengths}
