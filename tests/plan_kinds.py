@@ -9,10 +9,8 @@ import torch
 
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_around import DequantisePlan, QuantisePlan, UnitsPlan
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
-from composattn.backends.fused.planning.plan_quantise import QuantisePlan
-from composattn.backends.fused.planning.plan_units import UnitsPlan
 from composattn.backends.fused.tiles.target import AMPERE, BLACKWELL, HOPPER, TARGETS, Target
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule

@@ -47,8 +47,7 @@ from ..graph.moved import Lay
 from ..graph.scalar import LocalScalar, Scalar, scalar_of
 from .contents import check_blocks, check_contents, check_reads
 from .gradient_operator import differentiable, gradient_of, in_order
-from .operator_paths import learn, may_be_taken, path_of
-from .operator_plans import OperatorPlan, plan_in_use
+from .operator_plans import OperatorPlan, learn, may_be_taken, path_of, plan_in_use
 from .plan_cache import made_plan
 from .planned import Planned, asked_of, refuse_gradient
 from .plans import Options

@@ -42,7 +42,10 @@ except ImportError as missing:
         f"composattn.integrations.transformers needs transformers: {how_to_install('transformers')}"
     ) from missing
 
-from .model_batches import serve_batches
+import functools
+
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
 from .model_caches import as_quantised, eight_bit_cache
 from .model_classes import check_when_loaded
 from .model_masks import ModelMask, mask
@@ -331,3 +334,23 @@ def _scores(cap: float | None, biases: list[torch.Tensor]) -> Score | None:
 
 
 __all__ = ["ModelMask", "attend", "eight_bit_cache", "mask", "register"]
+
+
+_names: set[str] = set()  # that mean composattn
+
+
+def serve_batches(name: str) -> None:
+    """Lets a model of this implementation batch requests as it is, neither refused nor switched to another one."""
+    _names.add(name)
+    theirs = getattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn", None)
+    if theirs is None or getattr(theirs, "_knows_composattn", False):
+        return
+
+    @functools.wraps(theirs)
+    def switched(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+        if model.config._attn_implementation in _names:
+            return None
+        return theirs(self, model, *args, **options)
+
+    switched._knows_composattn = True  # type: ignore[attr-defined]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn = switched

@@ -24,7 +24,6 @@ from cutlass.cute import math as cm
 
 from ..analysis.program import Program
 from ..analysis.row_limits import RowLimits
-from ..graph.discontinuities import deciding
 from ..graph.expr import DEEP, Dep, DType, Expr, Rate, promote, score, walk
 from ..graph.factors import Scales, in_blocks, scales_of
 from ..graph.least_score import LEAST_SCORE
@@ -738,3 +737,19 @@ class BoundMods(Fixed):
         if isinstance(visible, bool):
             return inside if visible else inside & False
         return inside & visible
+
+
+_STEPS = {"floor", "ceil", "round", "trunc", "floordiv", "truncdiv", "mod", "fmod", "sign"}
+_STEPS |= {"cast_bool", "cast_int32", "cast_int64", *MIRRORED}
+
+
+def deciding(*roots: Expr | None) -> set[Expr]:
+    """All that a comparison, a rounding or a cast to an integer below `roots` is computed from.
+
+    Without what changes with the score, which has errors of its own.
+    """
+    found: set[Expr] = set()
+    for node in reversed(list(walk(*(r for r in roots if r is not None)))):
+        if node in found or node.op in _STEPS:
+            found.update(a for a in node.args if not a.deps & Dep.SCORE)
+    return found

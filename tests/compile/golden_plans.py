@@ -14,10 +14,8 @@ import composattn as ca
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
+from composattn.backends.fused.planning.plan_around import DequantisePlan, QuantisePlan, UnitsPlan
 from composattn.backends.fused.planning.plan_backward import SinkForm, plan_backward
-from composattn.backends.fused.planning.plan_dequantise import DequantisePlan
-from composattn.backends.fused.planning.plan_quantise import QuantisePlan
-from composattn.backends.fused.planning.plan_units import UnitsPlan
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.scales import rows_of, scaled_scores, scaled_values

@@ -10,7 +10,7 @@ import torch
 import composattn as ca
 from composattn import quantising
 from composattn.backends.fused.compiling.compile import compile_offline
-from composattn.backends.fused.planning.plan_quantise import QuantisePlan
+from composattn.backends.fused.planning.plan_around import QuantisePlan
 from composattn.backends.fused.running import quantise
 from composattn.backends.fused.running.emulated import EmulatedKernel
 from composattn.backends.fused.tiles.target import HOPPER, Target

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.graph.discontinuities import deciding
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
+from composattn.primitives.emit import deciding
 from tests.quotients import (
     FORMULAS,
     IN_FP32,

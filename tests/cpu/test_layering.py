@@ -101,7 +101,7 @@ RULES: dict[str, tuple[Rule, File]] = {
     ),
     "primitives_know_no_call": (
         never_imports("composattn.primitives", "composattn.mods", "composattn.call"),
-        File("composattn.primitives.delta", "from ..call.problem import Problem"),
+        File("composattn.primitives.values", "from ..call.problem import Problem"),
     ),
     "the_registry_alone_knows_the_architectures": (
         imports_of_an_architecture,

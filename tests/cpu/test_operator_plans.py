@@ -19,7 +19,7 @@ from composattn.analysis.tile_lists import TileLists
 from composattn.backends.fused.planning.arguments import ForwardArguments, MainArguments, PreprocessArguments
 from composattn.backends.fused.running import captured
 from composattn.call.inputs import Inputs
-from composattn.dispatch import operator_paths, operator_plans, operators
+from composattn.dispatch import operator_plans, operators
 from composattn.mods import causal
 from tests.cpu.test_host_work import MASKS
 
@@ -52,7 +52,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(matches, "derives_anew", lambda: True)
     monkeypatch.setattr(replayed, "_turns", {})
     monkeypatch.setattr(operator_plans, "_plans", OrderedDict())
-    monkeypatch.setattr(operator_paths, "_paths", OrderedDict())
+    monkeypatch.setattr(operator_plans, "_paths", OrderedDict())
     monkeypatch.setattr(Graph, "replays", 0)
     torch._dynamo.reset()
     yield
@@ -133,7 +133,7 @@ def test_a_new_block_mask_in_each_compiled_step_is_one_replay_for_both_direction
         replays = Graph.replays - before
         with pytest.MonkeyPatch.context() as anew:
             anew.setattr(operator_plans, "_plans", OrderedDict())
-            anew.setattr(operator_paths, "_paths", OrderedDict())
+            anew.setattr(operator_plans, "_paths", OrderedDict())
             assert_same(found, other(noted, blocks_of(n, size.length)))
     assert replays == 1
 

@@ -11,7 +11,7 @@ import torch
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.analysis.score_factor import ScoreFactor, score_factor
-from composattn.backends.fused.running.factor_gradients import gradients_of_factor
+from composattn.backends.fused.running.gradient import gradients_of_factor
 from composattn.mods import softcap
 from composattn.mods.score import Score
 from composattn.mods.sink import Sink

@@ -19,10 +19,8 @@ from ....call.sequences import Sequences
 from ....graph.expr import DType
 from ....primitives.segment_entry import WIDE
 from .plan import CombinePlan, ForwardPlan, TiledPlan
+from .plan_around import DequantisePlan, QuantisePlan, UnitsPlan
 from .plan_backward import BackwardPlan, GatherPlan, PostprocessPlan, PreprocessPlan
-from .plan_dequantise import DequantisePlan
-from .plan_quantise import QuantisePlan
-from .plan_units import UnitsPlan
 
 
 @dataclasses.dataclass(frozen=True)

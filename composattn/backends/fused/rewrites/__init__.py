@@ -7,21 +7,35 @@ serve it leaves as it is, and says why if the mask looks like one of its own; `e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ....analysis.program import Program
 from ....call.problem import Problem
+from ..tiles.coverage import has_documents_apart, has_segments_apart
 from ..tiles.target import Target
 from .apart import CallApart, GeneratedCall, Make
 from .dequantised import dequantised
 from .invariant import invariant
 from .posed import Apart, Found, Nothing, Posed, Rewritten
 from .residues import by_residues
-from .segments import in_segments
 from .strips import by_strips
 from .widened import in_64_bits
+
+
+def in_segments(posed: Posed) -> Found:
+    """The call with segments, with which tiles may begin; its tiling says whether they do."""
+    if posed.direction == "forward":
+        in_any_order = not posed.problem.schedule.batch_invariant  # of keys: tiles of these begin where segments do
+        apart = in_any_order and has_segments_apart(posed.problem, posed.program)
+    else:
+        apart = has_documents_apart(posed.problem, posed.program.without_sink)
+    if not apart:
+        return Nothing()
+    return Rewritten(dataclasses.replace(posed, segments=True), "tiles begin with segments, if their kind can")
+
 
 REWRITES: dict[str, Callable[[Posed], Found]] = {
     "residues": by_residues,

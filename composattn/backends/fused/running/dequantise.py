@@ -10,7 +10,7 @@ import torch
 
 from ....call.eight_bits import EIGHT_BITS
 from ..planning.arguments import DequantiseArguments
-from ..planning.plan_dequantise import DequantisePlan
+from ..planning.plan_around import DequantisePlan
 from ..tiles.architecture import architecture_of
 from ..tiles.target import Target
 

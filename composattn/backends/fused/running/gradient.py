@@ -20,12 +20,12 @@ import torch
 from ....analysis.captured_gradient import GradientProgram, fused_reads
 from ....analysis.derived import refresh
 from ....analysis.program import Program
-from ....analysis.score_factor import score_factor
+from ....analysis.score_factor import LEAST, ScoreFactor, score_factor
 from ....call.autograd import BackwardInputs, Gradients, Grads
 from ....call.problem import Problem
 from ....call.sequences import Sequences
 from ....errors import GradientUnsupported
-from ....graph.evaluate import Env, evaluate_all
+from ....graph.evaluate import Env, evaluate, evaluate_all
 from ....graph.expr import Capture, Dep
 from ....graph.expr import captures as captures_of
 from ....graph.gradient import partials
@@ -39,7 +39,6 @@ from ..rewrites.posed import Posed
 from ..tiles.target import Target
 from .backward_kernels import SinkGradient
 from .bulk import copyable
-from .factor_gradients import gradients_of_factor
 from .launch_backward import BackwardLauncher
 from .sums import FixedPointSums
 
@@ -331,3 +330,32 @@ def _read_by_sink(program: Program, fusable: frozenset[Capture], packed: bool) -
         return ()
     others = captures_of(score) if score is not None else ()
     return tuple(c for c in captures_of(sink) if c in fusable or c not in others)
+
+
+def gradients_of_factor(
+    factor: ScoreFactor,
+    asked: Sequence[Capture],
+    given: Mapping[Capture, torch.Tensor],
+    q: torch.Tensor,
+    dq: torch.Tensor,
+) -> dict[Capture, torch.Tensor | None]:
+    """The gradients of captured tensors that only the `factor` of the score reads, `asked` of those `given`.
+
+    q (B, H, S, D), or packed (total, H, D) where the factor is of a head alone; `dq` by kernels that are
+    `ScoreFactor.away_from_zero`. Some operations on rows, for none of which the host waits.
+    """
+    if q.ndim == 4:
+        products = q.float() * dq
+    else:  # rows that no sequence has hold anything
+        products = torch.where(dq == 0, 0.0, q.float() * dq).transpose(0, 1)[None]
+    batch, heads, length, _ = products.shape
+    b, h, row = (torch.arange(n, device=q.device) for n in (batch, heads, length))
+    # (B, H, S, 1): nobody asks whether positions follow the distance
+    index = {"b": b.view(-1, 1, 1, 1), "h": h.view(-1, 1, 1), "q": row.view(-1, 1)}
+    tensors = {id(c.tensor): t for c, t in given.items()}
+    env = Env(index, float_dtype=torch.float32, device=q.device, tensors=tensors)
+    value = evaluate(factor.value, env)
+    gradient = products.sum(-1, keepdim=True) / torch.where(value.abs() < LEAST, LEAST, value)
+    totals = {id(c.tensor): total_for(given[c], torch.float32, q.device) for c in asked}
+    add_gradients(factor.value, env, gradient, totals)
+    return {c: totals[id(c.tensor)].to(given[c].dtype) for c in asked}

@@ -13,7 +13,7 @@ import torch
 from ....call.eight_bits import Rounding
 from ..compiling.compile import compile_plan
 from ..planning.arguments import QuantiseArguments, QuantisedTensor
-from ..planning.plan_quantise import QuantisePlan, rows_at_once
+from ..planning.plan_around import QuantisePlan, rows_at_once
 from ..tiles.architecture import ARCHITECTURES
 from ..tiles.target import TARGETS, Target
 from .bulk import tidy

@@ -12,7 +12,7 @@ from ....analysis.program import Program
 from ....call.autograd import Grads
 from ....call.problem import Problem
 from ....call.sequences import NO_SEQUENCES, Sequences
-from ..planning.plan_units import UnitsPlan
+from ..planning.plan_around import UnitsPlan
 from ..tiles.target import Target
 
 FOUND = 2  # numbers of 64 bits before the sums, for the kernel that finds units

@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 from .....primitives.dequantise import PIECE, Widening
 from .....primitives.values import move, smaller
 from ...planning.arguments import DequantiseArguments
-from ...planning.plan_dequantise import DequantisePlan
+from ...planning.plan_around import DequantisePlan
 from ...tiles.architecture import Kernel
 
 THREADS = 256

@@ -6,8 +6,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from .....analysis.strips import parts_of
 from .....primitives.branches import store_if
-from .....primitives.delta import row_statistics
-from .....primitives.exponential import exp2
+from .....primitives.exponential import LOG2_E, exp2
 from .....primitives.padded_tiles import PaddedTiles, counter_of, flags_of, statistics_of
 from .....primitives.query_blocks import QueryBlocks
 from .....primitives.register_chunks import clear
@@ -140,3 +139,15 @@ def _store_if(condition: Boolean, targets, at: Int32, values):
     if condition:
         for target, value in zip(targets, values, strict=True):
             target[at] = value
+
+
+def row_statistics(lse: Float32, product: Float32, dlse: Float32) -> tuple[Float32, Float32]:
+    """(log2(e)·LSE, D) with D = rowsum(dO·O) - dLSE, as d LSE / dS is P (FlashAttention-2, section 3.1).
+
+    A row with nothing to attend (LSE = -inf) gets inf, so that 2^(s - inf) is 0, and D = 0, whatever its dLSE is.
+    """
+    nothing = lse == -Float32.inf
+    return (
+        choose(nothing, Float32.inf, lse * LOG2_E),
+        choose(nothing, Float32(0.0), product - dlse),
+    )

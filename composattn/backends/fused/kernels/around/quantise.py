@@ -15,7 +15,7 @@ from .....primitives.hadamard import Rotation
 from .....primitives.lanes import LANES, WARP, neighbours, over_lanes
 from .....primitives.values import Fixed, aligned, choose, move, total
 from ...planning.arguments import QuantiseArguments
-from ...planning.plan_quantise import QuantisePlan, RowLanes
+from ...planning.plan_around import QuantisePlan, RowLanes
 from ...tiles.architecture import Kernel
 
 

@@ -14,7 +14,7 @@ from .....primitives.row_products import INFINITY, RowLanes, bits_of_size
 from .....primitives.turns import arrive_if, read
 from .....primitives.values import choose, larger, permuted, smaller
 from ...planning.arguments import UnitsArguments
-from ...planning.plan_units import UnitsPlan
+from ...planning.plan_around import UnitsPlan
 from ...tiles.architecture import Kernel
 
 WARPS = 8

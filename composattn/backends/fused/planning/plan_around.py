@@ -1,4 +1,4 @@
-"""The kernels of `ca.quantize`: which rows share a scale, and which threads have them."""
+"""Kernels that are no attention: units of sums before a backward, 8 bits made 16, and those of `ca.quantize`."""
 
 from __future__ import annotations
 
@@ -67,3 +67,29 @@ def rows_at_once(head_dim: int, head_dim_v: int) -> int:
     if head_dim % 8 or head_dim_v % 8 or max(head_dim, head_dim_v) > MOST_CHANNELS:
         return 0
     return MOST_THREADS * NUMBERS // max(RowLanes.of(d).channels for d in (head_dim, head_dim_v))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitsPlan(Plan):
+    """Units for so many `sums`, from all rows of dO and V; `used_q`, `used_kv`: of packed ones some may be unused."""
+
+    step = "units"
+    head_dim_v: int
+    is_dense: bool
+    used_q: bool
+    used_kv: bool
+    has_dlse: bool
+    sums: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantisePlan(Plan):
+    """Numbers of `of_keys` and of `of_values` to `dtype`, as they lie in memory that has no gaps.
+
+    `rank`: of the tensors, whose sizes say how many there are.
+    """
+
+    step = "dequantise"
+    of_keys: torch.dtype
+    of_values: torch.dtype
+    rank: int
