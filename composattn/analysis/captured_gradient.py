@@ -12,12 +12,13 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const
+from ..graph.expr import DEEP, Capture, Dep, DType, Expr, const, walk
 from ..graph.gradient import derivative, partials
 from ..graph.linear import slopes
 from ..graph.philox import factor_of
@@ -94,14 +95,14 @@ def pattern_of(leaf: Expr) -> Pattern | None:
 
 def follows_distance(node: Expr) -> bool:
     """Whether an integer stays the same along q - kv."""
-    if not node.deps & (Dep.Q | Dep.KV):
-        return True
     if node.depth > DEEP:
-        return False
-    form = slopes(node)
-    if form is not None:
-        return form[0] == -form[1]
-    return bool(node.args) and all(map(follows_distance, node.args))
+        return not node.deps & (Dep.Q | Dep.KV)
+    found: dict[Expr, bool] = {}
+    for part in walk(node):
+        form = slopes(part)
+        parts = bool(part.args) and all(found[a] for a in part.args)
+        found[part] = parts if form is None else form[0] == -form[1]
+    return found[node]
 
 
 _AT_MOST_ONE = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")
@@ -109,17 +110,23 @@ _AT_MOST_ONE = ("tanh", "sigmoid", "sin", "cos", "erf", "sign")
 
 def bound(node: Expr, q_len: int, kv_len: int) -> float | None:
     """A bound of |node| known without any data but the lengths; None where there is none."""
+    found: dict[Expr, float | None] = {}
+    for part in walk(node):
+        found[part] = _bound(part, found, q_len, kv_len)
+    return found[node]
+
+
+def _bound(node: Expr, found: Mapping[Expr, float | None], q_len: int, kv_len: int) -> float | None:
+    """That of a node by those of its arguments."""
     if node.is_const:
         return abs(float(node.attr))
     if node.op == "index" and node.attr in ("q", "kv"):
         return float(q_len if node.attr == "q" else kv_len)
     if node.op in _AT_MOST_ONE or node.dtype is DType.BOOL:
         return 1.0
-    if node.depth > DEEP:
-        return None
     if node.op not in ("add", "sub", "mul", "neg", "abs", "cast_float", "where", "maximum", "minimum"):
         return None
-    parts = [bound(a, q_len, kv_len) for a in node.args[int(node.op == "where") :]]
+    parts = [found[a] for a in node.args[int(node.op == "where") :]]
     known = [p for p in parts if p is not None]
     if len(known) < len(parts):
         return None

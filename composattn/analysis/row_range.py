@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..graph.expr import Dep, DType, Expr, const, index
-from ..graph.linear import Linear, bounds, build, larger, linear, smaller
+from ..graph.linear import Linear, answers, bounds, build, larger, linear, smaller
 from ..graph.ops import apply
 from .range_extremes import range_extreme
 
 _ZERO, _Q = const(0), index("q")
+_extremes: dict[tuple[Expr, Expr, Expr, bool], Expr | None] = answers()  # of first row, last row, expression, which
 
 
 @dataclass
@@ -42,7 +43,12 @@ class RowRange:
         """Interval arithmetic on expressions: exact where every term moves the same way with the row."""
         if self.is_one or not e.deps & Dep.Q:
             return e
-        lin = linear(e)
+        key = self.first, self.last, e, largest
+        if key not in _extremes:  # parts that are shared are met again and again
+            _extremes[key] = self._of_sum(linear(e), largest)
+        return _extremes[key]
+
+    def _of_sum(self, lin: Linear, largest: bool) -> Expr | None:
         total = Linear(lin.constant, {})
         for t, c in lin.terms.items():
             end = self._term(t, largest is (c > 0)) if t.deps & Dep.Q else t

@@ -22,9 +22,14 @@ _ROUNDING = 2.0**-21  # of a short sum in fp32, with room
 
 def saturated(expr: Expr) -> Expr:
     """`expr` with the value that it has in integers without end, or with the end of int64 that is nearest to it."""
-    done: dict[Expr, Expr] = {}
+    return _among(expr, {})
+
+
+def _among(expr: Expr, done: dict[Expr, Expr]) -> Expr:
+    """`saturated`, which keeps in `done` what it found of all below."""
     for node in walk(expr):
-        done[node] = _saturated(node, done)
+        if node not in done:
+            done[node] = _saturated(node, done)
     return done[expr]
 
 
@@ -53,7 +58,7 @@ def _magnitude(term: Expr) -> int:
 
 
 def _guarded(lin: Linear, done: dict[Expr, Expr]) -> Expr:
-    terms = [(done[t] if t in done else saturated(t), c, abs(c) * _magnitude(t)) for t, c in lin.terms.items()]
+    terms = [(_among(t, done), c, abs(c) * _magnitude(t)) for t, c in lin.terms.items()]
     wide = [n for n, (_, _, size) in enumerate(terms) if size > _ROOM]
     rest = _size(lin) - sum(terms[n][2] for n in wide)
     if len(wide) == 1 and rest <= _ROOM:

@@ -21,6 +21,7 @@ from .derived import Derived, derive
 from .matches import END, FIRST, FULL_END, FULL_START, START, STOP, matches, reached
 
 MOST_CONJUNCTIONS = 8  # a mask that needs more is analysed by intervals over tiles instead
+MOST_CHOICES = 64  # of one comparison that are followed: each has two sides, and a value may pass many of them twice
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class _Solver:
     leaf: Expr
     dep: Dep
     seen: dict[tuple[Expr, bool], Conjunctions] = field(default_factory=dict)
+    choices: int = 0  # followed so far, of the comparison at hand
 
     # --- logic ---
 
@@ -122,7 +124,9 @@ class _Solver:
         if op == "cast_bool" and args[0].dtype.is_integer:
             return self.ne(linear(args[0])) if holds else self.eq(linear(args[0]))
         if op in NEGATED:
-            return self.comparison(e, holds)
+            outside, self.choices = self.choices, 0
+            found, self.choices = self.comparison(e, holds), outside
+            return found
         if op != "read":
             return [Conjunction((Opaque(e, holds),))]
         if e.deps & self.dep:
@@ -233,6 +237,9 @@ class _Solver:
         if op == "floordiv" and args[1].is_const and args[1].attr > 0:
             n = int(args[1].attr)
             return again(args[0], value.times(n) if ge else value.times(n).shifted(n - 1))
+        self.choices += 1
+        if self.choices > MOST_CHOICES:
+            return None
         if op == "abs":
             u = args[0]
             if ge:

@@ -63,26 +63,28 @@ def _tangent(node: Expr, tangents: list[Expr]) -> Expr:
     return total
 
 
-def times(partial: Expr, tangent: Expr) -> Expr:
+_DEEPEST = 6  # sums and choices that are looked through; a product is not multiplied out beyond
+
+
+def times(partial: Expr, tangent: Expr, depth: int = _DEEPEST) -> Expr:
     """partial * tangent, where a choice of 0 on either side means that the other is not looked at at all."""
-    for choice, other in ((partial, tangent), (tangent, partial)):
-        if choice.op == "where" and _may_hide(choice):
-            condition, yes, no = choice.args
-            return apply("where", condition, times(yes, other), times(no, other))
-        if choice.op == "add" and _may_hide(choice):
-            return plus(times(choice.args[0], other), times(choice.args[1], other))
     if is_zero(partial) or is_zero(tangent):
         return _ZERO
+    for choice, other in ((partial, tangent), (tangent, partial)):
+        if other is _ONE and choice.op in ("where", "add"):
+            return choice
+        if choice.op == "where" and _may_hide(choice, depth):
+            condition, yes, no = choice.args
+            return apply("where", condition, times(yes, other, depth - 1), times(no, other, depth - 1))
+        if choice.op == "add" and _may_hide(choice, depth):
+            return plus(times(choice.args[0], other, depth - 1), times(choice.args[1], other, depth - 1))
     (c, x), (d, y) = _factor(partial), _factor(tangent)
     if math.isfinite(c * d) and c * d != 0:
         return _scaled(c * d, apply("mul", x, y) if x is not _ONE else y)
     return apply("mul", partial, tangent)
 
 
-_DEEPEST = 6  # sums and choices that are looked through; a product is not multiplied out beyond
-
-
-def _may_hide(expr: Expr, depth: int = _DEEPEST) -> bool:
+def _may_hide(expr: Expr, depth: int) -> bool:
     """Whether a choice between a constant and something else decides `expr`."""
     if not depth:
         return False
@@ -111,12 +113,13 @@ def _scaled(factor: float, x: Expr) -> Expr:
     return apply("neg", x) if factor == -1.0 else apply("mul", const(factor), x)
 
 
-def plus(x: Expr, y: Expr) -> Expr:
+def plus(x: Expr, y: Expr, depth: int = _DEEPEST) -> Expr:
     """x + y, in which an absent part is absent and two halves of one choice are one choice."""
     if is_zero(x):
         return y
     if is_zero(y):
         return x
-    if x.op == y.op == "where" and x.args[0] is y.args[0]:
-        return apply("where", x.args[0], plus(x.args[1], y.args[1]), plus(x.args[2], y.args[2]))
+    if depth and x.op == y.op == "where" and x.args[0] is y.args[0]:
+        yes, no = (plus(a, b, depth - 1) for a, b in zip(x.args[1:], y.args[1:], strict=True))
+        return apply("where", x.args[0], yes, no)
     return apply("add", x, y)

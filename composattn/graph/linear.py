@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .expr import DEEP, Dep, DType, Expr, const, index
 from .ops import apply
@@ -86,15 +86,24 @@ class Affine:
 
 # One analysis asks the same of shared parts again and again. Plain dictionaries, emptied by `forget` when it is done:
 # kept, they would hold captured tensors alive.
-_linear: dict[Expr, Linear] = {}
-_at_most: dict[tuple[Expr, Expr], bool] = {}
+_answers: list[dict[Any, Any]] = []
+
+
+def answers() -> dict[Any, Any]:
+    """A dictionary for what an analysis finds out of expressions, empty after it."""
+    _answers.append({})
+    return _answers[-1]
 
 
 def forget() -> None:
     """End of an analysis: let go of its expressions."""
-    _linear.clear()
     _ANYWHERE.known.clear()
-    _at_most.clear()
+    for known in _answers:
+        known.clear()
+
+
+_linear: dict[Expr, Linear] = answers()
+_at_most: dict[tuple[Expr, Expr], bool] = answers()
 
 
 def linear(expr: Expr) -> Linear:
