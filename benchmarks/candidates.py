@@ -17,33 +17,25 @@ from benchmarks.cases import Case, Direction, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, NotServed
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
-from composattn.backends.fused.planning.call_class import CallClass
+from composattn.backends.fused.planning.facts import Facts
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.fused.tiles.tiling import Chosen
-from composattn.backends.hopper.backward_choice import (
-    BLOCKS,
-    TILES,
-    BackwardClass,
-    BackwardFacts,
-    BackwardForm,
-    backward_class,
-    choose_backward,
-)
 from composattn.backends.hopper.backward_choice import FORMS as BACKWARD_FORMS
+from composattn.backends.hopper.backward_choice import BackwardForm, backward_facts, choose_backward
 from composattn.backends.hopper.backward_choice import serves as backward_serves
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
+from composattn.backends.hopper.backward_tiling import TABLES as BACKWARDS
 from composattn.backends.hopper.forward_choice import (
     FORMS,
-    TABLE,
-    ForwardFacts,
     ForwardForm,
     choose_forward,
-    forward_class,
+    forward_facts,
     serves,
     tiling_of_form,
 )
+from composattn.backends.hopper.tiling import TABLES as FORWARDS
 from composattn.call.problem import Problem
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
@@ -65,31 +57,30 @@ def call_of(case: Case) -> tuple[Problem, Program]:
     return problem, GradientProgram(program, learned) if learned else program
 
 
-def class_of_case(case: Case) -> CallClass:
-    """What kind of call the forward of a dense case is."""
-    return forward_class(*call_of(case), HOPPER)
+def facts_of_case(case: Case) -> Facts:
+    """What the forward of a dense case is."""
+    return forward_facts(*call_of(case), HOPPER)
 
 
-def backward_class_of_case(case: Case) -> BackwardClass:
-    """What kind of call the backward of a dense case is, with dQ in any order."""
-    return backward_class(*call_of(case), HOPPER, False)
+def backward_facts_of_case(case: Case) -> Facts:
+    """What the backward of a dense case is, with dQ in any order."""
+    return backward_facts(*call_of(case), HOPPER, False)
 
 
 def form_of_case(case: Case) -> str:
     """Which candidate the chosen form of a case is: no other call times it."""
     if case.direction == "forward":
-        return str(first(TABLE, class_of_case(case)))
-    call = backward_class_of_case(case)
-    return str(BackwardForm(first(TILES, call), first(BLOCKS, call)))
+        return str(first(FORWARDS["forms"], facts_of_case(case)))
+    call = backward_facts_of_case(case)
+    return str(BackwardForm(first(BACKWARDS["tiles"], call), first(BACKWARDS["blocks"], call)))
 
 
 def _of_form(form: ForwardForm) -> Choose:
     """The forward of a call by a form of the table, whatever row is its."""
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:
-        call = forward_class(problem, program, target)
-        facts = ForwardFacts(problem, program, target, call)
-        return tiling_of_form(form, facts) if serves(form, call) else None
+        call = forward_facts(problem, program, target)
+        return tiling_of_form(form, call) if serves(form, call) else None
 
     return choose
 
@@ -98,9 +89,8 @@ def _of_backward_form(form: BackwardForm) -> Choose:
     """The backward of a call by a form of the table, whatever rows are its."""
 
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
-        call = backward_class(problem, program, target, deterministic)
-        facts = BackwardFacts(problem, program, target, call)
-        return backward_of_form(form, facts) if backward_serves(form, call) else None
+        call = backward_facts(problem, program, target, deterministic)
+        return backward_of_form(form, call) if backward_serves(form, call) else None
 
     return choose
 

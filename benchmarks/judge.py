@@ -18,39 +18,37 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.candidates import backward_class_of_case, class_of_case
+from benchmarks.candidates import backward_facts_of_case, facts_of_case
 from benchmarks.cases import Direction
 from benchmarks.shapes import SEEDS, Part, shape_named
 from benchmarks.sweep import of_forms
-from composattn.backends.fused.planning.call_class import CallClass
+from composattn.backends.fused.planning.facts import Facts
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
-from composattn.backends.hopper import backward_choice, forward_choice
+from composattn.backends.hopper import backward_choice, backward_tiling, forward_choice, tiling
 from composattn.backends.hopper.backward_choice import BackwardForm
-from composattn.backends.hopper.backward_tiling import FILE as BACKWARDS
-from composattn.backends.hopper.tiling import FILE as FORWARDS
 
 RESULTS = Path(__file__).parent / "results" / "sweeps"
 AGAIN = "h200-wide.json"  # forwards of other D than 64, 128, 192 and 256, since their large blocks draw their tiles
 # times of backwards that spread by more are of calls that end before the host has issued the next
 STEADY: dict[Direction, float] = {"forward": math.inf, "backward": 0.05}
-FILES: dict[Direction, Path] = {"forward": FORWARDS, "backward": BACKWARDS}
-TABLES: dict[Direction, dict[str, Table[Any]]] = {
-    "forward": {"forms": forward_choice.TABLE},
-    "backward": {"tiles": backward_choice.TILES, "blocks": backward_choice.BLOCKS},
+FILES: dict[Direction, Path] = {"forward": tiling.FILE, "backward": backward_tiling.FILE}
+TABLES: dict[Direction, dict[str, Table]] = {
+    "forward": {"forms": tiling.TABLES["forms"]},
+    "backward": {name: backward_tiling.TABLES[name] for name in ("tiles", "blocks")},
 }
 BACKWARD = {str(form): form for form in backward_choice.FORMS}
 EVIDENCE = ("why", "shapes", "gain")
 
 
 class Shape(NamedTuple):
-    """A timed shape: the class of its call, and what each form took, in ms."""
+    """A timed shape: its call, and what each form took, in ms."""
 
     name: str
     call: Any
     took: dict[str, float]
 
 
-def form_of(direction: Direction, tables: dict[str, Table[Any]], call: CallClass) -> str:
+def form_of(direction: Direction, tables: dict[str, Table], call: Facts) -> str:
     """What these tables say, in words."""
     if direction == "forward":
         return str(first(tables["forms"], call))
@@ -69,8 +67,8 @@ def timed(direction: Direction, part: Part) -> list[Shape]:
     took |= {name: times for name, times in _times(direction, AGAIN).items() if name in took}
     known = {str(form) for form in (forward_choice.FORMS if direction == "forward" else backward_choice.FORMS)}
     took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
-    class_of = class_of_case if direction == "forward" else backward_class_of_case
-    shapes = [Shape(name, class_of(shape_named(name)), times) for name, times in took.items()]
+    facts_of = facts_of_case if direction == "forward" else backward_facts_of_case
+    shapes = [Shape(name, facts_of(shape_named(name)), times) for name, times in took.items()]
     return [shape for shape in shapes if form_of(direction, TABLES[direction], shape.call) in shape.took]
 
 
@@ -79,13 +77,13 @@ def _times(direction: Direction, file: str) -> dict[str, dict[str, float]]:
     return of_forms(json.loads(path.read_text())["rows"], STEADY[direction]) if path.is_file() else {}
 
 
-def regrets(direction: Direction, part: Part, tables: dict[str, Table[Any]] | None = None) -> dict[str, float]:
+def regrets(direction: Direction, part: Part, tables: dict[str, Table] | None = None) -> dict[str, float]:
     """Regret by shape, 0 where the chosen form is the fastest; shapes whose form was not timed are left out."""
     chosen = ((shape, form_of(direction, tables or TABLES[direction], shape.call)) for shape in timed(direction, part))
     return {shape.name: shape.took[form] / min(shape.took.values()) - 1 for shape, form in chosen if form in shape.took}
 
 
-def gains(direction: Direction, name: str, row: Row[Any]) -> list[float]:
+def gains(direction: Direction, name: str, row: Row) -> list[float]:
     """For the row's shapes with other forms timed: the time of the best of these over the row's own."""
     found = []
     for shape in timed(direction, "fit"):
@@ -104,13 +102,13 @@ def _competes(name: str, form: str, mine: str) -> bool:
     return other.tile != own.tile if name == "tiles" else other.tile == own.tile and other.blocks != own.blocks
 
 
-def without(direction: Direction, name: str, row: Row[Any]) -> dict[str, Table[Any]]:
+def without(direction: Direction, name: str, row: Row) -> dict[str, Table]:
     """The tables with a row behind all others: for calls that no other has."""
     rows = tuple(other for other in TABLES[direction][name] if other is not row)
     return {**TABLES[direction], name: (*rows, row)}
 
 
-def losses(direction: Direction, name: str, row: Row[Any]) -> Iterator[float]:
+def losses(direction: Direction, name: str, row: Row) -> Iterator[float]:
     """Time without a row over time with it, for each shape of all parts that gets another form."""
     others = without(direction, name, row)
     for part in SEEDS:
@@ -141,8 +139,8 @@ def _loss(lost: Sequence[float]) -> str:
     return f"{len(lost)} shapes take {statistics.geometric_mean(lost) - 1:+.1%}, {max(lost) - 1:+.1%} at most"
 
 
-def _facts(row: Row[Any]) -> str:
-    evidence = f"{row.evidence.shapes} shapes" if row.evidence.shapes else row.evidence.why
+def _facts(row: Row) -> str:
+    evidence = f"{row.shapes} shapes" if row.shapes else row.why
     return f"({', '.join(row.pattern)}; {evidence})"
 
 
@@ -157,8 +155,8 @@ def write(direction: Direction) -> None:
             told: dict[str, Any] = {}
             if found:
                 told = {"shapes": len(found), "gain": round(statistics.geometric_mean(found), 3)}
-            if row.evidence.why or not found:
-                told["why"] = row.evidence.why or "as it was"
+            if row.why or not found:
+                told["why"] = row.why or "as it was"
             comma = "," * lines[number].endswith(",")
             lines[number] = f"   {json.dumps(said | told, ensure_ascii=False)}{comma}"
     FILES[direction].write_text("\n".join(lines))

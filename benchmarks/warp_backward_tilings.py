@@ -19,10 +19,10 @@ from benchmarks.kernel_cases import Launched, right_ones, save
 from benchmarks.timing import Call
 from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
 from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.facts import BACKWARD, Facts
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
-from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
 from composattn.backends.warp.tiling import WarpBackwardTiling, backward_of
 
@@ -83,7 +83,7 @@ class Case(WarpCase[BackwardShape]):
         """What is asked for; None: what calls get."""
         if self.shape is None:
             return None
-        return backward_of(self.shape._asdict(), self.problem, (padded(self.dim),) * 2, self.program)
+        return backward_of(self.shape._asdict(), Facts(BACKWARD, self.problem, self.program))
 
     def plans(self, target: Target) -> BackwardPlans:
         return plan_backward(self.problem, self.program, target, tiling=self.tiling)

@@ -21,10 +21,10 @@ from benchmarks.kernel_cases import Launched, error_of_rows, right_ones, save
 from benchmarks.timing import Call
 from benchmarks.warp_cases import FLASH, WarpCase, beside_flash, cases_of, options_of, rows_of
 from composattn.backends.fused.compiling.compile import compile_offline
+from composattn.backends.fused.planning.facts import FORWARD, Facts
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.launch import ForwardLauncher
 from composattn.backends.fused.tiles.target import AMPERE, Target
-from composattn.backends.fused.tiles.traits import padded
 from composattn.backends.warp import ARCHITECTURE
 from composattn.backends.warp.tiling import forward_of
 
@@ -58,8 +58,8 @@ class Case(WarpCase[Shape]):
     """A forward."""
 
     def plan(self, target: Target) -> ForwardPlan:
-        wide = padded(self.dim)
-        tiling = None if self.shape is None else forward_of(self.shape._asdict(), self.problem, (wide, wide))
+        call = Facts(FORWARD, self.problem, self.program)
+        tiling = None if self.shape is None else forward_of(self.shape._asdict(), call)
         return plan_forward(self.problem, self.program, target, return_lse=False, tiling=tiling)
 
 

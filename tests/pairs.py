@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from unittest import mock
 
 from composattn.backends.blackwell import backward_tiling
-from composattn.backends.blackwell.backward_tiling import TABLE, BlackwellBackwardTiling, WideBackwardTiling
-from composattn.backends.fused.planning.call_class import BEYOND, CallClass, Facts, MaskKind
+from composattn.backends.blackwell.backward_tiling import KINDS, BlackwellBackwardTiling, WideBackwardTiling
+from composattn.backends.blackwell.tiling import TABLES
+from composattn.backends.fused.planning.facts import BEYOND, Facts
 from composattn.backends.fused.planning.tables import first
 from composattn.dispatch import plan_cache
 
@@ -17,14 +17,16 @@ NOTHING = dict.fromkeys(("by_head", "by_row", "by_column", "by_distance", "by_pa
 
 
 @contextlib.contextmanager
-def sharing(blocks: int) -> Iterator[list[CallClass]]:
+def sharing(blocks: int) -> Iterator[list[Facts]]:
     """Plans that are made meanwhile have so many blocks for a tile of keys, where there is a choice; who asked."""
-    asked: list[CallClass] = []
+    asked: list[Facts] = []
 
-    def kind_of(facts: Facts) -> type[BlackwellBackwardTiling]:
-        call = facts.call
-        long = dataclasses.replace(call, mask=MaskKind.NONE, seen=BEYOND, length=BEYOND)
-        one, two = BlackwellBackwardTiling if call.widest <= 128 else WideBackwardTiling, first(TABLE, long, **NOTHING)
+    def kind_of(call: Facts) -> type[BlackwellBackwardTiling]:
+        long = call.but(mask="none", seen=BEYOND, length=BEYOND, **NOTHING)
+        one, two = (
+            BlackwellBackwardTiling if call.widest <= 128 else WideBackwardTiling,
+            KINDS[first(TABLES["kinds"], long)],
+        )
         if one is not two:
             asked.append(call)
         return one if blocks == 1 else two

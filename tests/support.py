@@ -71,19 +71,14 @@ def has_kernel_toolchain() -> bool:
 @contextlib.contextmanager
 def cut_as_long_ones(really: bool = True) -> Iterator[None]:
     """Inside, Hopper's forwards whose queries see few keys are cut as those of long sequences: tests are short."""
-    from composattn.backends.fused.planning.call_class import Rounds
     from composattn.backends.hopper import forward_choice
 
-    class_of = forward_choice.class_of  # type: ignore[attr-defined]
-
-    def longer(*call: Any, **how: Any) -> Any:
-        found = class_of(*call, **how)
-        many = Rounds.FEW_ROWS if found.work is Rounds.FEW_ROWS else Rounds.ROUNDS
-        return dataclasses.replace(found, seen=8448, length=8448, work=many)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if really:
-            patch.setattr(forward_choice, "class_of", longer)
+    longer: dict[str, Any] = {
+        "seen": lambda call: 8448,
+        "length": lambda call: 8448,
+        "work": lambda call: "few_rows" if call.few else "rounds",
+    }
+    with mock.patch.dict(forward_choice.FINDERS, longer if really else {}):  # type: ignore[arg-type]
         yield
 
 

@@ -17,7 +17,7 @@ from composattn.analysis.program import Program
 from composattn.backends.fused.planning.cut import Cut
 from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import FORMS, backward_class, serves
+from composattn.backends.hopper.backward_choice import FORMS, backward_facts, serves
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.mods import causal, document
@@ -273,7 +273,7 @@ def test_dq_is_claimed_where_each_query_tile_is_visited(
         Program(None, Mask.of(mask).expr),
         HOPPER,
     )
-    claiming = [form for form in FORMS if form.tile.dq == "claim" and serves(form, backward_class(*call, False))]
+    claiming = [form for form in FORMS if form.cut["dq"] == "claim" and serves(form, backward_facts(*call, False))]
     assert bool(claiming) == seen == (plan_backward(*call).main.tiling.claimed_parts > 0)
 
 

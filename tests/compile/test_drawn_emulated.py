@@ -21,10 +21,9 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import (
-    ForwardFacts,
     ForwardForm,
     choose_forward,
-    forward_class,
+    forward_facts,
     tiling_of_form,
 )
 from composattn.backends.hopper.tiling import HopperTiling
@@ -79,7 +78,7 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
     form = ForwardForm("large", guesses=guesses, stays=True)
-    facts = ForwardFacts(problem, program, FEW, forward_class(problem, program, FEW))
+    facts = forward_facts(problem, program, FEW)
     plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, facts))
     if guesses:
         plan = drawn(plan, tile_n=32)  # the first two tiles look for their maximum

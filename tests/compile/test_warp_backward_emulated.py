@@ -14,13 +14,13 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 import composattn as ca
-from composattn.backends.fused.planning.call_class import MaskKind
+from composattn.backends.fused.planning import facts
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.emulated import EmulatedKernel, emulating
 from composattn.backends.fused.running.launch_backward import BackwardLauncher
 from composattn.backends.fused.tiles import segments
 from composattn.backends.fused.tiles.target import AMPERE, TARGETS, Target
-from composattn.backends.warp.tiling import BACKWARD, Part, backward_of, choose_backward
+from composattn.backends.warp.tiling import TABLES, Part, backward_of, choose_backward
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -74,7 +74,7 @@ def test_documents_that_tiles_begin_with_have_dq_in_pieces(monkeypatch: pytest.M
     sizes: dict[str, Any] = {"batch": 1, "heads": 1, "q_len": 130, "dim": 128}
     case = make_case(0, **sizes, mask_mod=document(ids) & causal(), **BF16)
     chosen = choose_backward(Problem.of(case.q, case.k, case.v), case.program, AMPERE, False)
-    assert MaskKind.DOCUMENTS.value in chosen.words and chosen.tiling.dq_pieces == 2
+    assert facts.MASKS["documents"][0] in chosen.words and chosen.tiling.dq_pieces == 2
     checked(case, LATE)
 
 
@@ -150,7 +150,7 @@ OF_192 = (
     dict(zip(FIELDS, (64, 64, 4, 32, 32, 32, 1, 1), strict=True)),  # two pieces of dQ would be 96 columns each
     {**dict(zip(FIELDS, (64, 64, 8, 32, 32, 32, 2, 1), strict=True)), "held": 96},
 )
-EVERY = [(said, 192 if said.get("held") else 64) for said in (*MORE, *(row.says for row in BACKWARD))]
+EVERY = [(said, 192 if said.get("held") else 64) for said in (*MORE, *(row.says for row in TABLES["backward"]))]
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_every_tile_gives_right_numbers(said: dict[str, int], d: int, generator:
     rows, keys = (300, 150) if d == 64 else (100, 90)
     q, k, v, dout = draw(1, 2, rows, d), draw(1, 1, keys, d), draw(1, 1, keys, d), draw(1, 2, rows, d)
     problem, attention = Problem.of(q, k, v), ca.Attention(mask_mod=causal(), backend="warp-emulated")
-    tiling = backward_of(said, problem, (d, d), attention.program)
+    tiling = backward_of(said, facts.Facts(facts.BACKWARD, problem, attention.program))
     right_by(plan_backward(problem, attention.program, AMPERE, tiling=tiling), attention, [q, k, v], dout)
 
 

@@ -15,10 +15,11 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from composattn import errors
+from composattn.backends.fused.planning.facts import FORWARD, Facts
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.target import ADA, AMPERE, TARGETS, Target
-from composattn.backends.warp.tiling import FORWARD, forward_of
+from composattn.backends.warp.tiling import TABLES, forward_of
 from composattn.call.problem import Problem
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.mods.masks import causal, document, sliding_window
@@ -103,14 +104,15 @@ MORE: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [*MORE, *(row.says for row in FORWARD)], ids=str)
+@pytest.mark.parametrize("said", [*MORE, *(row.says for row in TABLES["forward"])], ids=str)
 def test_every_tile_gives_right_numbers(said: dict[str, Any], generator: torch.Generator) -> None:
     d = 64  # 32 keys of fewer columns are less than eight warps copy at once
     draw = functools.partial(outlier_normal, generator=generator, dtype=torch.bfloat16)
     q, k, v = draw(1, 2, 150, d), draw(1, 1, 300, d), draw(1, 1, 300, d)
     problem = Problem.of(q, k, v)
-    tiling = forward_of(said, problem, (d, d))
-    plan = plan_forward(problem, ca.Attention(mask_mod=causal()).program, AMPERE, tiling=tiling)
+    program = ca.Attention(mask_mod=causal()).program
+    tiling = forward_of(said, Facts(FORWARD, problem, program))
+    plan = plan_forward(problem, program, AMPERE, tiling=tiling)
     for mode in MODES:
         with emulating(mode):
             out, lse, _ = EmulatedForward(plan)(q, k, v, d**-0.5, [])

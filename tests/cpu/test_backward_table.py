@@ -10,27 +10,22 @@ import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.planning.call_class import BANDS, MaskKind, ModsKind, Rounds
-from composattn.backends.fused.planning.tables import Row, first, matches, row_of
+from composattn.backends.fused.planning.facts import BANDS, MASKS, MODS, WORK, Facts
+from composattn.backends.fused.planning.tables import Row, first, row_of, rows_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import (
-    BLOCKS,
-    TILES,
-    BackwardClass,
-    BackwardForm,
-    choose_backward,
-    serves,
-)
+from composattn.backends.hopper.backward_choice import FINDERS, BackwardForm, choose_backward, serves
+from composattn.backends.hopper.backward_tiling import TABLES
 from composattn.call.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ROWS: list[Row[Any]] = [*TILES, *BLOCKS]
+TILES, BLOCKS = TABLES["tiles"], TABLES["blocks"]
+ROWS: list[Row] = [*TILES, *BLOCKS]
 STEADY = 0.05  # times that spread by more are of calls that end before the host has issued the next
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 VALUES: dict[str, list[Any]] = {
     "order": ["any", "fixed"], "layout": ["dense", "packed", "mixed"], "d": list(WIDTHS), "dv": list(WIDTHS),
-    "sectors": [True, False], "mods": list(ModsKind), "mask": list(MaskKind), "work": list(Rounds),
+    "sectors": [True, False], "mods": [*MODS], "mask": [*MASKS], "work": [*WORK],
     "seen": [*BANDS],
     "length": [*BANDS], "fills": [True, False], "thirds": [0.8, 0.9, 1.0, 1.1], "group": [1, 2, 4, 5, 6, 8],
     "ratio": [0, 1, 4, 8, 50], "key_tiles": [1, 2, 4, 8, 30],
@@ -38,7 +33,7 @@ VALUES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def some_class(generator: random.Random, row: Row[Any] | None = None) -> BackwardClass | None:
+def some_class(generator: random.Random, row: Row | None = None) -> Facts | None:
     """Any, of the values that a row names, as far as registers say; None where these are at odds."""
     wanted = {} if row is None else row.pattern
     fields = {
@@ -49,8 +44,8 @@ def some_class(generator: random.Random, row: Row[Any] | None = None) -> Backwar
     widest = max(fields["d"], fields["dv"])
     tall = 80 if fields["d"] == 128 else 64
     largest = generator.choice((64, 128) if widest > 128 or widest <= 64 else (64, tall))
-    call = BackwardClass(direction="backward", packs=False, largest=largest, **fields)
-    return call if row is None or matches(call, row.pattern) else None
+    call = Facts(FINDERS, largest=largest, **fields)
+    return call if row is None or any(rows_of([row], call)) else None
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
@@ -67,13 +62,13 @@ def test_what_calls_get_can_cut_them() -> None:
         call = some_class(generator)
         assert call is not None
         # dQ leaves in bulk in a fixed order whatever the form says
-        assert call.order == "fixed" or serves(BackwardForm(first(TILES, call), first(BLOCKS, call)), call), call
+        assert call.order == "fixed" or serves(BackwardForm(first(TILES, call), first(BLOCKS, call)), call), str(call)
 
 
 def test_evidence_is_of_results_that_are_here() -> None:
-    named = {row.evidence.results for row in ROWS if row.evidence.shapes}
+    named = {row.results for row in ROWS if row.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
-    assert all(row.evidence.why for row in ROWS if not row.evidence.shapes)
+    assert all(row.why for row in ROWS if not row.shapes)
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:

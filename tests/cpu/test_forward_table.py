@@ -6,40 +6,35 @@ import dataclasses
 import itertools
 import random
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from composattn.analysis.program import Program
-from composattn.backends.fused.planning.call_class import (
-    BANDS,
-    CallClass,
-    LayoutKind,
-    MaskKind,
-    ModsKind,
-    Order,
-    Rounds,
-)
+from composattn.backends.fused.planning.facts import BANDS, FORWARD, MASKS, MODS, WORK, Facts
 from composattn.backends.fused.planning.tables import Pattern, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import TABLE, choose_forward, serves
+from composattn.backends.hopper.forward_choice import ForwardForm, choose_forward, serves
+from composattn.backends.hopper.tiling import TABLES
 from composattn.call.problem import Layout, Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TABLE = TABLES["forms"]
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 
 
 DOMAINS: dict[str, tuple[Any, ...]] = {
-    "order": get_args(Order), "layout": get_args(LayoutKind), "sectors": (False, True), "mods": tuple(ModsKind),
-    "mask": tuple(MaskKind), "packs": (False, True), "work": tuple(Rounds), "fills": (False, True),
+    "order": ("any", "fixed", "batch-invariant"), "layout": ("dense", "packed", "paged", "mixed"),
+    "sectors": (False, True), "mods": (*MODS,), "mask": (*MASKS,), "packs": (False, True), "work": (*WORK,),
+    "fills": (False, True),
     "square": (False, True), "thirds": (0.75, 1.0, 1.2, 1.5),
     "length": BANDS, "seen": BANDS, "widest": WIDTHS,
 }  # fmt: skip
 
 
-def some_class(generator: random.Random, pattern: Pattern) -> CallClass:
+def some_class(generator: random.Random, pattern: Pattern) -> Facts:
     """Any that the pattern names; another row may come before."""
     assert pattern.keys() <= DOMAINS.keys()
     allowed = {name: [v for v in domain if v in pattern.get(name, domain)] for name, domain in DOMAINS.items()}
@@ -47,7 +42,7 @@ def some_class(generator: random.Random, pattern: Pattern) -> CallClass:
     widest, square = call.pop("widest"), call.pop("square")
     call["seen"] = generator.choice([n for n in allowed["seen"] if n <= call["length"]] or [call["length"]])
     dv = widest if square else generator.choice([n for n in (*WIDTHS, 8) if n < widest])
-    return CallClass(direction="forward", d=widest, dv=dv, **call)
+    return Facts(FORWARD, d=widest, dv=dv, **call)
 
 
 @pytest.mark.parametrize("number", range(len(TABLE)))
@@ -62,7 +57,7 @@ def test_whatever_a_row_names_can_cut_all_calls_that_it_gets() -> None:
     generator = random.Random(0)
     for _ in range(5000):
         call = some_class(generator, {})
-        assert serves(row_of(TABLE, call).says, call), call
+        assert serves(ForwardForm.named(row_of(TABLE, call).says), call), str(call)
 
 
 def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
@@ -74,9 +69,9 @@ def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
 
 
 def test_evidence_is_of_results_that_are_here() -> None:
-    named = {row.evidence.results for row in TABLE if row.evidence.shapes}
+    named = {row.results for row in TABLE if row.shapes}
     assert named and all((RESULTS / name).is_file() for name in named)
-    assert all(row.evidence.why for row in TABLE if not row.evidence.shapes)
+    assert all(row.why for row in TABLE if not row.shapes)
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:

@@ -45,13 +45,13 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
 def test_a_row_says_how_many_shapes_it_was_measured_on_and_its_gain(number: int) -> None:
     direction, name, row = ROWS[number]
     found = gains(direction, name, row)
-    assert row.evidence.shapes == len(found), "python -m benchmarks.judge --write"
+    assert row.shapes == len(found), "python -m benchmarks.judge --write"
     if found:
-        assert row.evidence.gain == pytest.approx(statistics.geometric_mean(found), abs=1e-3)
+        assert row.gain == pytest.approx(statistics.geometric_mean(found), abs=1e-3)
 
 
 def test_without_a_row_its_shapes_get_what_rows_behind_it_say() -> None:
-    direction, name, row = next(found for found in ROWS if found[2].evidence.shapes > 10)
+    direction, name, row = next(found for found in ROWS if found[2].shapes > 10)
     lost = list(losses(direction, name, row))
     assert len(lost) >= 10 and statistics.geometric_mean(lost) > 1.02
     assert regrets(direction, "fit", without(direction, name, row)) != regrets(direction, "fit")

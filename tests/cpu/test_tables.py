@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composattn.backends.fused.planning.call_class import MaskKind, ModsKind
-from composattn.backends.fused.planning.tables import Span, all_of, first, row_of, table
+from composattn.backends.fused.planning.facts import MASKS, MODS, WORK
+from composattn.backends.fused.planning.tables import Span, first, row_of, rows_of, tables_of
 
 FILES = sorted((Path(__file__).parents[2] / "composattn" / "backends").rglob("*.json"))
 
 
 @dataclasses.dataclass
 class Call:
-    mods: ModsKind = ModsKind.PLAIN
-    mask: MaskKind = MaskKind.NONE
+    mods: str = "plain"
+    mask: str = "none"
     widest: int = 64
 
 
 def made(tmp_path: Path, *rows: dict[str, Any], **more: Any) -> Any:
     path = tmp_path / "tables.json"
     path.write_text(json.dumps({"patterns": {}, "results": "a.json", "tables": {"it": rows}} | more))
-    return table(path, "it", str)
+    return tables_of(path)["it"]
 
 
 def test_the_first_row_that_a_call_matches_is_taken_and_facts_of_others_may_be_given(tmp_path: Path) -> None:
@@ -36,23 +37,23 @@ def test_the_first_row_that_a_call_matches_is_taken_and_facts_of_others_may_be_g
         {"says": "c", "stays": [True]},
         {"says": "d"},
     )
-    assert first(rows, Call(ModsKind.LINE), stays=True) == "a"
-    assert first(rows, Call(mask=MaskKind.BOUNDS, widest=96), stays=True) == "b"
-    assert first(rows, Call(mask=MaskKind.BOUNDS, widest=64), stays=True) == "c"
+    assert first(rows, Call("line"), stays=True) == "a"
+    assert first(rows, Call(mask="bounds", widest=96), stays=True) == "b"
+    assert first(rows, Call(mask="bounds", widest=64), stays=True) == "c"
     assert first(rows, Call(), stays=False) == "d"
-    assert list(all_of(rows, Call(), stays=True)) == ["c", "d"]
+    assert [row.says for row in rows_of(rows, Call(), stays=True)] == ["c", "d"]
 
 
 def test_patterns_of_a_file_are_shared_by_rows_and_a_row_says_its_evidence(tmp_path: Path) -> None:
     patterns = {"wide": {"widest": "(96, inf)"}, "plain": {"mods": ["plain"]}}
     measured = {"says": "a", "of": "wide plain", "shapes": 3, "gain": 1.05}
     rows = made(tmp_path, measured, {"says": "b", "why": "as it was"}, patterns=patterns)
-    assert rows[0].pattern == {"widest": Span(96, float("inf")), "mods": (ModsKind.PLAIN,)}
-    assert str(row_of(rows, Call(widest=128)).evidence).startswith("measured on 3 shapes: 1.050 of the best")
-    assert str(row_of(rows, Call()).evidence) == "no sweep timed it: as it was"
+    assert rows[0].pattern == {"widest": Span(96, float("inf")), "mods": ("plain",)}
+    assert row_of(rows, Call(widest=128)).evidence.startswith("measured on 3 shapes: 1.050 of the best")
+    assert row_of(rows, Call()).evidence == "no sweep timed it: as it was"
 
 
-@pytest.mark.parametrize("row", [{"of": "wide"}, {"mods": ["curve"]}, {"widest": "(64 96]"}], ids=str)
+@pytest.mark.parametrize("row", [{"of": "wide"}, {"mods": None}, {"widest": "(64 96]"}], ids=str)
 def test_a_row_that_none_can_be_is_named_with_its_file(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tables\.json, 'it': no row of a table is \{\"says\": \"a\", "):
         made(tmp_path, {"says": "a"} | row)
@@ -63,6 +64,22 @@ def test_each_pattern_of_a_file_is_some_rows(path: Path) -> None:
     file = json.loads(path.read_text())
     used = {name for rows in file["tables"].values() for row in rows for name in row.get("of", "").split()}
     assert used == set(file.get("patterns", {}))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_rows_name_kinds_that_calls_can_be(path: Path) -> None:
+    file = json.loads(path.read_text())
+    for said in (*itertools.chain(*file["tables"].values()), *file.get("patterns", {}).values()):
+        for name, known in {"mods": MODS, "mask": MASKS, "work": WORK}.items():
+            kinds = said.get(name, [])
+            assert set(kinds["not"] if isinstance(kinds, dict) else kinds) <= known.keys(), said
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_each_table_of_a_file_is_asked(path: Path) -> None:
+    texts = [module.read_text() for module in path.parent.glob("*.py")]
+    for name in json.loads(path.read_text())["tables"]:
+        assert any(f'"{name}"' in text for text in texts), name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -14,8 +14,9 @@ from composattn.backends.fused.compiling import disk_cache, tuned
 from composattn.backends.fused.compiling.tuned import Tuned
 from composattn.backends.fused.planning.tables import first
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import backward_class, choose_backward
-from composattn.backends.hopper.forward_choice import TABLE, choose_forward, forward_class
+from composattn.backends.hopper.backward_choice import backward_facts, choose_backward
+from composattn.backends.hopper.forward_choice import choose_forward, forward_facts
+from composattn.backends.hopper.tiling import TABLES
 from composattn.call.problem import Problem
 from composattn.call.schedule import Schedule
 
@@ -30,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def key(problem: Problem = CALL) -> str:
-    return tuned.key_of(forward_class(problem, Program(), HOPPER), problem, HOPPER)
+    return tuned.key_of(forward_facts(problem, Program(), HOPPER))
 
 
 def test_a_call_takes_the_form_that_was_fastest_here_and_says_so() -> None:
@@ -38,15 +39,15 @@ def test_a_call_takes_the_form_that_was_fastest_here_and_says_so() -> None:
     tuned.keep({key(): FASTER})
     assert not choose_forward(CALL, Program(), HOPPER).tiling.persistent
     words = choose_forward(CALL, Program(), HOPPER).words
-    said = first(TABLE, forward_class(CALL, Program(), HOPPER))
+    said = first(TABLES["forms"], forward_facts(CALL, Program(), HOPPER))
     assert str(said) != FASTER.form
     found = f"form: large; tuned: +7.0% over large, stays, timed on this machine (a GPU); the tables say {said}"
     assert found in words
 
 
 def test_so_does_a_backward() -> None:
-    call = backward_class(CALL, Program(), HOPPER, False)
-    tuned.keep({tuned.key_of(call, CALL, HOPPER): dataclasses.replace(FASTER, form="64 queries, blocks stay")})
+    call = backward_facts(CALL, Program(), HOPPER, False)
+    tuned.keep({tuned.key_of(call): dataclasses.replace(FASTER, form="64 queries, blocks stay")})
     assert choose_backward(CALL, Program(), HOPPER, False).tiling.tile_m == 64
     assert choose_backward(CALL, Program(), HOPPER, True).tiling.tile_m == 80, "in a fixed order nobody timed it"
     assert "form: 64 queries, blocks stay; tuned: +7.0%" in choose_backward(CALL, Program(), HOPPER, False).words

@@ -11,12 +11,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import Facts, class_of
-from ..fused.planning.tables import Table, first, table
+from ..fused.planning.facts import BACKWARD, Facts
+from ..fused.planning.tables import first
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, RowBackwardTiling, fitting
 from .roles import WARPGROUP, BackwardRoles
@@ -30,7 +30,7 @@ from .tensor_memory import (
     WideBackwardTensorMemory,
     WidePairBackwardTensorMemory,
 )
-from .tiling import FILE, ROWS, UNTIMED
+from .tiling import ROWS, TABLES, UNTIMED
 
 BARRIERS = 512  # bytes: mbarriers and single words
 PIECE = 64  # columns, or queries, of Q and dO that come together where they stream
@@ -242,30 +242,26 @@ KINDS: dict[str, type[BlackwellBackwardTiling]] = {
     "wide pair": WidePairBackwardTiling,
     "query pair": QueryPairTiling,
 }
-TABLE = table(FILE, "kinds", KINDS.__getitem__)
-REGISTERS: Table[dict[str, Any]] = table(FILE, "registers")  # of a thread by role, and what it has at once
-STAGES: Table[list[dict[str, int]]] = table(FILE, "stages")  # fields that take room, to try one after the other
 
 
 def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
     """Tiles of the backward kernel: they fill shared and tensor memory."""
-    call = class_of(problem, program, target, "backward", rows=ROWS, deterministic=deterministic)
-    facts = Facts(problem, program, target, call)
-    kind = kind_of(facts)
+    call = Facts(BACKWARD, problem, program, target, rows=ROWS, deterministic=deterministic)
+    kind = kind_of(call)
     d, dv = (kind.widths[bisect.bisect_left(kind.widths, columns)] for columns in call.dims)
-    said = first(REGISTERS, facts, kernel=kind.kernel)
+    said = first(TABLES["registers"], call, kernel=kind.kernel)  # and what a thread has at once
     fields = said | {
         "roles": BackwardRoles(*said["roles"]),
         "d": d,
         "dv": dv,
         "dq_at_once": min(said["dq_at_once"], d // kind.sharing),
-        "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * facts.by_distance,
-        "heads_together": problem.schedule.heads_together,
+        "distances": GROUPS * WARPGROUP * (kind.scores // RUN) * (kind.scores + 32) * call.by_distance,
+        "heads_together": call.heads_together,
     }
-    tilings = (kind(**fields | stages) for stages in first(STAGES, facts, kernel=kind.kernel))
+    tilings = (kind(**fields | stages) for stages in first(TABLES["stages"], call, kernel=kind.kernel))
     return Chosen(fitting(tilings, target), f"{call}\n    {kind.kernel}; {UNTIMED}")
 
 
-def kind_of(facts: Facts) -> type[BlackwellBackwardTiling]:
+def kind_of(call: Facts) -> type[BlackwellBackwardTiling]:
     """The kernel of one block for a tile of keys, or of two."""
-    return first(TABLE, facts)
+    return KINDS[first(TABLES["kinds"], call)]

@@ -12,8 +12,8 @@ import torch
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...primitives.exponential_units import HARDWARE, ExponentialUnits
-from ..fused.planning.call_class import Facts, class_of
-from ..fused.planning.tables import Table, first, table
+from ..fused.planning.facts import FORWARD, Facts
+from ..fused.planning.tables import first, tables_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
@@ -29,10 +29,7 @@ SMALL = 3072  # bytes: barriers, factors of rows, and what aligns the tiles
 # (benchmarks/log/2026-11.md#the-forward-for-blackwell-as-counted). Not timed
 PERIOD = 32
 UNTIMED = "not measured: no device has timed it"
-FILE = Path(__file__).with_name("tables.json")
-BY_POLYNOMIAL: Table[int] = table(FILE, "by_polynomial")
-MOST_KEYS: Table[int] = table(FILE, "most_keys")
-QUERY_TILES: Table[int] = table(FILE, "query_tiles")
+TABLES = tables_of(Path(__file__).with_name("tables.json"))
 # keys of a tile, stages of K and of V, by how much is on its way
 STAGES = tuple(itertools.product((128, 96, 64), ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))))
 # Degree 3 errs by 8.8e-5, less than bf16 rounds; but LSE of an fp16 call was off by 6.6e-5, where 4.6e-5 are allowed.
@@ -80,12 +77,10 @@ class BlackwellTiling(RowForwardTiling):
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of the forward kernel: they fill shared and tensor memory, most keys first."""
-    heads = packed_heads(problem, program, ROWS)
-    call = class_of(problem, program, target, "forward", rows=ROWS, heads=heads)
-    facts, (d, dv) = Facts(problem, program, target, call), call.dims
-    tiles = first(QUERY_TILES, facts)
-    polynomial = first(BY_POLYNOMIAL, facts, width=d + dv, exp2_per_clock=target.exp2_per_clock)
-    most = min(first(MOST_KEYS, facts), (COLUMNS - dv) // 2)
+    call = Facts(FORWARD, problem, program, target, rows=ROWS, heads=packed_heads(problem, program, ROWS))
+    tiles, (d, dv) = first(TABLES["query_tiles"], call), call.dims
+    polynomial = first(TABLES["by_polynomial"], call, width=d + dv)
+    most = min(first(TABLES["most_keys"], call), (COLUMNS - dv) // 2)
     made = BlackwellTiling(
         tile_m=ROWS * tiles,
         tile_n=STEP,
@@ -98,9 +93,9 @@ def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen
         early_keys=0,
         maximum_by_load=target.maximum_by_load,
         exponential=ExponentialUnits(polynomial, PERIOD, DEGREE[problem.dtype]) if polynomial else HARDWARE,
-        packed_heads=heads,
-        heads_together=problem.schedule.heads_together,
-        scheduler=Scheduler.asked(problem.schedule.persistent),
+        packed_heads=call.heads,
+        heads_together=call.heads_together,
+        scheduler=Scheduler.asked(call.persistent),
     )
     cuts = (dataclasses.replace(made, tile_n=n, k_stages=k, v_stages=v) for n, (k, v) in STAGES if n <= most)
     tiling = fitting(cuts, target)

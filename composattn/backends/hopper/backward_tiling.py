@@ -6,14 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..fused.planning.tables import Table, first, table
+from ..fused.planning.tables import first, tables_of
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import BackwardTiling
 from ..fused.tiles.written import Written
 from .tiling import ROWS, Registers
 
 FILE = Path(__file__).with_name("backward.json")
-REGISTERS: Table[Registers] = table(FILE, "registers", lambda said: Registers(*said))  # by fields of its tiling
+TABLES = tables_of(FILE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class HopperBackwardTiling(BackwardTiling):
     @property
     def registers(self) -> Registers:
         """Registers of a thread that computes, and of one that copies, or neither computes nor has dQ."""
-        return first(REGISTERS, self)
+        return Registers(*first(TABLES["registers"], self))
 
     @property
     def in_segments(self) -> bool:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.factors import RUNS, scales_of
 from ...primitives.rescale_threshold import ALWAYS_RESCALE
-from ..fused.planning.tables import Table, first, row_of, table
+from ..fused.planning.facts import FORWARD, Facts
+from ..fused.planning.tables import first, row_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, query_tiles
-from ..fused.tiles.traits import has_opaque_test, padded, reads_along_keys, reads_any
-from .tiling import FILE, ROWS, SUMS, HopperTiling, Registers, left_by
+from ..fused.tiles.traits import reads_along_keys
+from .tiling import ROWS, SUMS, TABLES, HopperTiling, Registers, left_by
 
 FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
@@ -24,9 +25,6 @@ ALIGNED = 1024  # bytes where each part of shared memory begins
 TURNING = 3  # warps that turn V: those beside the copying one
 # Registers of a copying thread, and blocks of 32 keys that it turns at once, four words of each
 MANY, FEW = (40, 4), (24, 2)
-KEPT: Table[str] = table(FILE, "fp8_kept")  # in registers, by mods
-SCHEDULERS: Table[Scheduler] = table(FILE, "fp8_schedulers", Scheduler.__getitem__)
-FORMS: Table[dict[str, Any]] = table(FILE, "fp8")  # fields of the tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,23 +85,22 @@ class Fp8Tiling(HopperTiling):
 
 def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of a call that `multiplies_eight_bits`."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    call = Facts(FORWARD, problem, program, target, rows=ROWS, heads=packed_heads(problem, program, ROWS))
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
-    reads = reads_along_keys(rest), reads_any(program.mask), program.keep, has_opaque_test(program)
-    kept = first(KEPT, None, reads=any(reads), by_key=scales.by_key > 0, scored=rest is not None)
-    form = row_of(FORMS, None, d=d, dv=dv, mods_keep=kept, masked=program.mask is not None, runs=scales.keys)
-    heads = packed_heads(problem, program, ROWS)
-    rounds = query_tiles(problem, heads, form.says["tile_m"]) * problem.batch / target.sms
+    reads = any((reads_along_keys(rest), call.mask_reads, program.keep, call.opaque))
+    kept = first(TABLES["fp8_kept"], None, reads=reads, by_key=scales.by_key > 0, scored=rest is not None)
+    form = row_of(TABLES["fp8"], call, mods_keep=kept, runs=scales.keys)
+    rounds = query_tiles(problem, call.heads, form.says["tile_m"]) * problem.batch / target.sms
     tiling = Fp8Tiling(
         **form.says,
-        d=d,
-        dv=dv,
-        heads_together=problem.schedule.heads_together,
-        packed_heads=heads,
+        d=call.d,
+        dv=call.dv,
+        heads_together=call.heads_together,
+        packed_heads=call.heads,
         threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
         stages=2,
-        scheduler=first(SCHEDULERS, problem.schedule, rounds=rounds),
+        scheduler=Scheduler[first(TABLES["fp8_schedulers"], call, rounds=rounds)],
         numbers=12 * form.says["tile_n"] * scales.by_key,
     )
-    tiling = dataclasses.replace(tiling, pieces=tiling.pieces if dv // tiling.pieces % 8 == 0 else 1)
-    return Chosen(tiling, f"q, k and v of 8 bits, in registers beside products: {kept}; {form.evidence.why}")
+    tiling = dataclasses.replace(tiling, pieces=tiling.pieces if call.dv // tiling.pieces % 8 == 0 else 1)
+    return Chosen(tiling, f"q, k and v of 8 bits, in registers beside products: {kept}; {form.why}")

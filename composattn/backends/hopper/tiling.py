@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from ..fused.planning.tables import Table, first, table
+from ..fused.planning.tables import first, tables_of
 from ..fused.tiles.target import HOPPER
 from ..fused.tiles.tiling import STATISTICS, ForwardTiling
 from ..fused.tiles.written import Written
@@ -23,7 +23,7 @@ OF_BYTES = "_of_bytes"
 OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
 LARGEST = 65504.0  # of fp16
 FILE = Path(__file__).with_name("forward.json")
-COPYING: Table[int] = table(FILE, "copying", int)  # registers of a thread that copies
+TABLES = tables_of(FILE)
 
 
 class Registers(NamedTuple):
@@ -38,7 +38,7 @@ def registers_for(warpgroups: int, blocks: int, paged: bool, converts: bool = Fa
 
     `paged`: page numbers take some. `converts`: two warpgroups copy and make 16-bit numbers of bytes.
     """
-    copying = first(COPYING, None, warpgroups=warpgroups, blocks=blocks, paged=paged, converts=converts)
+    copying = first(TABLES["copying"], None, warpgroups=warpgroups, blocks=blocks, paged=paged, converts=converts)
     return left_by(copying, warpgroups, blocks, 1 + converts)
 
 

@@ -9,23 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...analysis.captured_gradient import Pattern
 from ...analysis.program import Program
 from ...call.problem import Problem
-from ..fused.planning.call_class import CallClass, class_of
-from ..fused.planning.tables import Table, rows_of, table
+from ..fused.planning.facts import BACKWARD, FORWARD, Facts
+from ..fused.planning.tables import rows_of, tables_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import BackwardTiling, Chosen, ForwardTiling
-from ..fused.tiles.traits import sums_by
 
 ROWS = 16  # of a product
 RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 FEW = 64  # rows of the smallest tile
-FILE = Path(__file__).with_name("tables.json")
-FORWARD: Table[dict[str, Any]] = table(FILE, "forward")  # fields of the tiling
-BACKWARD: Table[dict[str, Any]] = table(FILE, "backward")
+TABLES = tables_of(Path(__file__).with_name("tables.json"))  # fields of the tiling
 
 
 def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
@@ -147,32 +143,31 @@ class WarpBackwardTiling(BackwardTiling):
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of the forward kernel."""
-    heads = packed_heads(problem, program, FEW)
-    call = class_of(problem, program, target, "forward", rows=FEW, heads=heads)
-    return _chosen(FORWARD, call, target, lambda said: forward_of(said, problem, call.dims, heads))
+    call = Facts(FORWARD, problem, program, target, rows=FEW, heads=packed_heads(problem, program, FEW))
+    return _chosen(call, lambda said: forward_of(said, call))
 
 
 def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
     """Tiles of the backward kernel."""
-    call = class_of(problem, program, target, "backward", rows=FEW, deterministic=deterministic)
-    return _chosen(BACKWARD, call, target, lambda said: backward_of(said, problem, call.dims, program))
+    call = Facts(BACKWARD, problem, program, target, rows=FEW, deterministic=deterministic)
+    return _chosen(call, lambda said: backward_of(said, call))
 
 
-def _chosen(rows: Table[Any], call: CallClass, target: Target, made: Callable[[Any], Any]) -> Chosen:
+def _chosen(call: Facts, made: Callable[[Any], Any]) -> Chosen:
     """By the first row that is of such calls and fits."""
-    found = (Chosen(made(row.says), f"{call}; {row.evidence}") for row in rows_of(rows, call))
-    return next(chosen for chosen in found if chosen.tiling.fits(target))
+    found = (Chosen(made(row.says), f"{call}; {row.evidence}") for row in rows_of(TABLES[call.direction], call))
+    return next(chosen for chosen in found if chosen.tiling.fits(call.target))
 
 
-def forward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], heads: int = 1) -> WarpTiling:
-    """A tiling with these fields, for D and Dv on chip and so many packed heads; a call may ask for its scheduler."""
-    asked, together = Scheduler.asked(problem.schedule.persistent), problem.schedule.heads_together
-    scheduler = Scheduler((asked, said.get("scheduler", asked))[problem.schedule.persistent is None])
-    fields = said | {"d": dims[0], "dv": dims[1], "scheduler": scheduler}
-    return WarpTiling(**fields, packed_heads=heads, heads_together=together)
+def forward_of(said: dict[str, Any], call: Facts) -> WarpTiling:
+    """A tiling with these fields; a call may ask for its scheduler."""
+    asked = Scheduler.asked(call.persistent)
+    scheduler = Scheduler(said.get("scheduler", asked)) if call.persistent is None else asked
+    fields = said | {"d": call.d, "dv": call.dv, "scheduler": scheduler}
+    return WarpTiling(**fields, packed_heads=call.heads, heads_together=call.heads_together)
 
 
-def backward_of(said: dict[str, Any], problem: Problem, dims: tuple[int, int], program: Program) -> WarpBackwardTiling:
-    """A tiling with these fields, for D and Dv on chip."""
-    tiling = WarpBackwardTiling(**said, d=dims[0], dv=dims[1], heads_together=problem.schedule.heads_together)
-    return tiling.with_distances() if sums_by(program, Pattern.DISTANCE) else tiling
+def backward_of(said: dict[str, Any], call: Facts) -> WarpBackwardTiling:
+    """A tiling with these fields."""
+    tiling = WarpBackwardTiling(**said, d=call.d, dv=call.dv, heads_together=call.heads_together)
+    return tiling.with_distances() if call.by_distance else tiling

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ....call.problem import Problem
-from ..planning.call_class import CallClass, Facts
-from ..tiles.target import Target
+from ..planning.facts import Facts
 from ..tiles.tiling import Chosen
 from . import disk_cache
 
@@ -61,12 +59,12 @@ def asking(**wanted: str) -> Iterator[Asking]:
         _asking.remove(asked)
 
 
-def chosen(facts: Facts, own: Form, others: Iterable[Form], said: str, made: Callable[[Form], Any]) -> Chosen:
+def chosen(call: Facts, own: Form, others: Iterable[Form], said: str, made: Callable[[Form], Any]) -> Chosen:
     """What a call gets by its `own` form, tables `said` why, or by one of the `others`, asked for or tuned."""
-    call, words = facts.call, f"{facts.call}\n    {said}"
+    words = f"{call}\n    {said}"
     if call.order == "batch-invariant":
         return Chosen(made(own), words)
-    key = key_of(call, facts.problem, facts.target)
+    key = key_of(call)
     if _asking:
         tilings = {str(own): made(own)}
         for form in others:
@@ -83,9 +81,9 @@ def chosen(facts: Facts, own: Form, others: Iterable[Form], said: str, made: Cal
     return Chosen(made(next((form for form in others if str(form) == known.form), own)), words)
 
 
-def key_of(call: CallClass, problem: Problem, target: Target) -> str:
-    """A call's class, sizes and GPU."""
-    p = problem
+def key_of(call: Facts) -> str:
+    """What kind of call it is, its sizes and GPU."""
+    p, target = call.problem, call.target
     sizes = f"B {p.batch}, {p.q_heads} on {p.kv_heads} heads, {p.q_len} x {p.kv_len}, D {p.head_dim}, Dv {p.head_dim_v}"
     return f"{call}; {sizes}, {p.dtype}, {target.arch} of {target.sms} SMs"
 

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 from ....analysis.bands import TileInterval
 from ....analysis.strips import Strips
 from ....call.problem import Problem
 from ..tiles.segments import Segments, most_tiles
-from ..tiles.work import TableOrder, WorkTables, ascends, descends, entries, segment_tables, work_tables
-from .tables import Table, first, table
+from ..tiles.work import WorkTables, ascends, descends, entries, segment_tables, work_tables
+from .tables import first, tables_of
 
 Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
 
 
-class Order(NamedTuple):
-    """An order in words, and what a table on the device has; None: there is none."""
-
-    words: str
-    table: TableOrder | None = None
-
-
-ORDERS: Table[Order] = table(Path(__file__).with_name("orders.json"), "orders", lambda said: Order(**said))
+ORDERS = tables_of(Path(__file__).with_name("orders.json"))["orders"]  # in words; and what a table has, if there is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +63,8 @@ class Tiles:
 
     def ordered(self) -> Ordered:
         """Their order."""
-        words, order = first(ORDERS, self)
+        said = first(ORDERS, self)
+        words, order = said["words"], said.get("table")
         if order is None:
             return words, None
         if isinstance(self.visited, Segments):

@@ -9,26 +9,13 @@ are imported: about a millisecond each.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from .call_class import MaskKind, ModsKind, Rounds
-
-T = TypeVar("T")
 Pattern = dict[str, Container[Any]]  # what each of these facts may be; others may be anything
-
-
-# facts whose values are others than a file can have
-READ: dict[str, Callable[[Any], Any]] = {
-    "mods": lambda word: ModsKind[word.upper()],
-    "mask": lambda word: MaskKind[word.upper()],
-    "work": lambda word: Rounds[word.upper()],
-    "dims": tuple,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,94 +40,68 @@ class Others:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
-    """`results`, in benchmarks/results, timed every form of so many `shapes` that are a row's; of none: `why` it is so.
+class Row:
+    """What calls get that match the pattern, and no row before.
 
+    `results`, in benchmarks/results, timed every form of so many `shapes` that are the row's; of none: `why` it is so.
     `gain`: geometric mean of the time of the best other form over that of the row's.
     """
 
-    why: str = ""
-    shapes: int = 0
-    gain: float = math.nan
-    results: str = ""
+    says: Any
+    pattern: Pattern
+    why: str
+    shapes: int
+    gain: float
+    results: str
 
-    def __str__(self) -> str:
+    @property
+    def evidence(self) -> str:
+        """For people to read."""
         if not self.shapes:
             return f"no sweep timed it: {self.why}"
         return f"measured on {self.shapes} shapes: {self.gain:.3f} of the best other form's speed ({self.results})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row(Generic[T]):
-    """Calls that match the pattern, and no row before."""
-
-    says: T
-    pattern: Pattern
-    evidence: Evidence
+Table = tuple[Row, ...]
 
 
-Table = tuple[Row[T], ...]
+def tables_of(path: Path) -> dict[str, Table]:
+    """The tables of a file, by name. Raises: `ValueError`, with the file and the row, where it says what no row can."""
+    file = json.loads(path.read_text())
+    return {name: tuple(_row(row, file, f"{path}, {name!r}") for row in rows) for name, rows in file["tables"].items()}
 
 
-@functools.cache
-def file_of(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def _as_said(said: Any) -> Any:
-    return said
-
-
-def table(path: Path, name: str, made: Callable[[Any], T] = _as_said) -> Table[T]:
-    """A table of a file; `made`: of what a row says, what it means.
-
-    Raises: `ValueError`, with the file and the row, where it says what no row can.
-    """
-    file = file_of(path)
-    return tuple(_row(row, file, made, f"{path}, {name!r}") for row in file["tables"][name])
-
-
-def _row(row: Mapping[str, Any], file: Any, made: Callable[[Any], T], where: str) -> Row[T]:
+def _row(row: Mapping[str, Any], file: Any, where: str) -> Row:
     facts = dict(row)
     why, shapes, gain = facts.pop("why", ""), facts.pop("shapes", 0), facts.pop("gain", math.nan)
     try:
-        says, of = made(facts.pop("says")), facts.pop("of", "").split()
+        says, of = facts.pop("says"), facts.pop("of", "").split()
         named = dict(item for name in of for item in file["patterns"][name].items()) | facts
-        pattern = {name: _values(name, said) for name, said in named.items()}
+        pattern = {name: _values(said) for name, said in named.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: no row of a table is {json.dumps(row)}, by {error!r}") from error
-    return Row(says, pattern, Evidence(why, shapes, gain, file.get("results", "")))
+    return Row(says, pattern, why, shapes, gain, file.get("results", ""))
 
 
-def _values(name: str, said: Any) -> Container[Any]:
+def _values(said: Any) -> Container[Any]:
     """What a fact may be."""
     if isinstance(said, str):
         return Span(*map(float, said.strip("(])").split(",")))
-    if isinstance(said, dict):
-        return Others(_values(name, said["not"]))
-    return tuple(map(READ.get(name, _as_said), said))
+    return Others(_values(said["not"])) if isinstance(said, dict) else tuple(said)
 
 
-def matches(call: object, pattern: Pattern, **more: Any) -> bool:
-    """Whether all facts that a pattern names are as it says; `more`: those that are not the call's."""
-    return all((more[name] if name in more else getattr(call, name)) in values for name, values in pattern.items())
+def rows_of(table: Iterable[Row], call: object, **more: Any) -> Iterator[Row]:
+    """The rows that a call is in: each fact is as the row says; `more`: those that are not the call's."""
+    for row in table:
+        if all((more[n] if n in more else getattr(call, n)) in values for n, values in row.pattern.items()):
+            yield row
 
 
-def rows_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[Row[T]]:
-    """The rows that a call is in."""
-    return (row for row in rows if matches(call, row.pattern, **more))
-
-
-def row_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Row[T]:
+def row_of(table: Iterable[Row], call: object, **more: Any) -> Row:
     """The first of them."""
-    return next(rows_of(rows, call, **more))
+    return next(rows_of(table, call, **more))
 
 
-def first(rows: Iterable[Row[T]], call: object, **more: Any) -> T:
+def first(table: Iterable[Row], call: object, **more: Any) -> Any:
     """What it says."""
-    return row_of(rows, call, **more).says
-
-
-def all_of(rows: Iterable[Row[T]], call: object, **more: Any) -> Iterator[T]:
-    """What every row says that a call is in, as several numbers that are added up."""
-    return (row.says for row in rows_of(rows, call, **more))
+    return row_of(table, call, **more).says
