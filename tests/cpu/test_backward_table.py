@@ -36,10 +36,8 @@ VALUES: dict[str, list[Any]] = {
 def some_class(generator: random.Random, row: Row | None = None) -> Facts | None:
     """Any, of the values that a row names, as far as registers say; None where these are at odds."""
     wanted = {} if row is None else row.pattern
-    fields = {
-        n: generator.choice([v for v in found if n not in wanted or v in wanted[n]]) for n, found in VALUES.items()
-    }
-    if row is not None and True in wanted.get("square", ()):
+    fields = {n: generator.choice([v for v in found if n not in wanted or wanted[n](v)]) for n, found in VALUES.items()}
+    if "square" in wanted and wanted["square"](True):
         fields["dv"] = fields["d"]
     widest = max(fields["d"], fields["dv"])
     tall = 80 if fields["d"] == 128 else 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_strips_that_are_there_at_one_time_never_overlap() -> None:
     with pytest.raises(ValueError, match=r"S \(columns 320-447\) lies over dS"):
         dataclasses.replace(right, gradients=Columns(352, 128))
     with pytest.raises(ValueError, match="leaves tensor memory"):
-        WidePairBackwardTensorMemory.of(128, 192, 192)
+        WidePairBackwardTensorMemory.of(SimpleNamespace(tile_m=128, d=192, dv=192))
 
 
 def test_dq_has_columns_of_its_own_where_some_are_left() -> None:

@@ -37,7 +37,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
 def some_class(generator: random.Random, pattern: Pattern) -> Facts:
     """Any that the pattern names; another row may come before."""
     assert pattern.keys() <= DOMAINS.keys()
-    allowed = {name: [v for v in domain if v in pattern.get(name, domain)] for name, domain in DOMAINS.items()}
+    allowed = {name: [v for v in domain if name not in pattern or pattern[name](v)] for name, domain in DOMAINS.items()}
     call = {name: generator.choice(values) for name, values in allowed.items()}
     widest, square = call.pop("widest"), call.pop("square")
     call["seen"] = generator.choice([n for n in allowed["seen"] if n <= call["length"]] or [call["length"]])

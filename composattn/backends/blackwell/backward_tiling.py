@@ -11,19 +11,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
 from ..fused.planning.facts import BACKWARD, Facts
 from ..fused.planning.tables import first
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import Chosen, RowBackwardTiling, fitting
+from ..fused.tiles.tiling import BackwardTiling, Chosen, fitting
 from .roles import WARPGROUP, BackwardRoles
 from .tensor_memory import (
     GROUPS,
     STRIP,
-    BackwardColumns,
     BackwardTensorMemory,
     PairBackwardTensorMemory,
     QueryPairTensorMemory,
@@ -38,36 +37,57 @@ RUN = 16  # scores of a thread that are a chain of sums by distance, see `primit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlackwellBackwardTiling(RowBackwardTiling):
-    """Q with its rows' statistics lies in a ring of `q_stages`, dO in one of `do_stages`.
+class BlackwellBackwardTiling(BackwardTiling):
+    """Products lie in memory of the tensor core, a row a thread: `groups` of threads share the queries of a tile.
 
-    `in_halves`: a thread computes half of its queries at a time. `scores`: of a thread in a row. `widths`: of rows on
-    chip.
+    Q lies in a ring of `q_stages`, dO in one of `do_stages`, statistics of their rows in one of `row_stages`.
+    `in_halves`: a thread computes half of its queries at a time. `dq_at_once`: columns of a row of dQ that a thread has
+    in registers, which leave in parts of `dq_part` through `dq_buffers`. `distances`: numbers in shared memory through
+    which sums of gradients by distance pass. `scores`: of a thread in a row. `widths`: of rows on chip. `over`: tiles
+    that come in the place of others.
     """
 
+    l2: ClassVar[int] = 64 << 20
+    memory: ClassVar[Any] = BackwardTensorMemory
+    groups: ClassVar[int] = GROUPS
+    dq_buffers: ClassVar[int] = 2
     scores: ClassVar[int] = ROWS // GROUPS
     widths: ClassVar[Sequence[int]] = range(32, 129, 32)
-    l2: ClassVar[int] = 64 << 20
-    over: ClassVar[Mapping[str, str]] = {}  # tiles that come in the place of others
+    over: ClassVar[Mapping[str, str]] = {}
 
     tile_m: int = ROWS
     tile_n: int = ROWS
     q_stages: int
     do_stages: int
+    row_stages: int
     in_halves: bool = False
+    dq_at_once: int
+    dq_part: int = 32
+    distances: int = 0
     roles: BackwardRoles
 
     def __post_init__(self) -> None:
         _ = self.columns  # refuses a map that does not fit
 
     @property
-    def columns(self) -> BackwardColumns:
-        return BackwardTensorMemory.of(self.tile_m, self.d, self.dv)
+    def columns(self) -> Any:
+        """Where scores, gradients, dv, dk and dq lie in the unit's `memory`."""
+        return self.memory.of(self)
 
     @property
-    def row_stages(self) -> int:
-        """Stages of LSE and D: as many as of Q."""
-        return self.q_stages
+    def queries(self) -> int:
+        """Queries of a tile that a thread with a key has."""
+        return self.tile_m // self.groups
+
+    @property
+    def strip(self) -> int:
+        """How many of these queries lie side by side; groups of threads have such strips in turns."""
+        return self.queries
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile that a thread with a query has."""
+        return self.tile_n // self.groups
 
     @property
     def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
@@ -89,6 +109,11 @@ class BlackwellBackwardTiling(RowBackwardTiling):
             found[place] = max(found.get(place, 0), rows * columns * (stages or 1))
         return found
 
+    @property
+    def dq_room(self) -> int:
+        """Numbers in shared memory through which dQ leaves."""
+        return self.dq_buffers * self.tile_m * self.dq_part
+
     def describe(self) -> dict[str, str]:
         return super().describe() | {"columns": str(self.columns)}
 
@@ -100,25 +125,17 @@ class BlackwellBackwardTiling(RowBackwardTiling):
         """Whether it has room, and a thread's columns of dQ leave in whole parts."""
         return self.d // self.sharing % self.dq_part == 0 and super().fits(target)
 
-    @property
-    def dq_room(self) -> int:
-        """Numbers in shared memory through which dQ leaves."""
-        return 2 * self.tile_m * self.dq_part
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideBackwardTiling(BlackwellBackwardTiling):
     """For rows whose dK and dV of 128 keys would fill tensor memory: a thread has a query, and half of the keys."""
 
+    memory: ClassVar[Any] = WideBackwardTensorMemory
     scores: ClassVar[int] = ROWS // 2 // GROUPS
     widths: ClassVar[Sequence[int]] = range(128, 257, 64)
 
     kernel: str = "backward_wide"
     tile_n: int = ROWS // 2
-
-    @property
-    def columns(self) -> WideBackwardTensorMemory:
-        return WideBackwardTensorMemory.of(self.tile_n, self.d, self.dv)
 
     @property
     def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
@@ -130,22 +147,15 @@ class BlackwellPairBackwardTiling(BlackwellBackwardTiling):
     """Two blocks multiply together, each with half of the keys and of the second operands, and leave half of dQ each.
 
     Of Q and dO a block has half of the rows (`q`, `do`) and half of the columns (`q_across`, `do_across`), each in one
-    stage, of K also half of the columns for the keys of both, and of dS half of the queries.
+    stage, of K also half of the columns for the keys of both, and of dS half of the queries. The next statistics are
+    wanted before Q's columns have been read.
     """
 
+    memory: ClassVar[Any] = PairBackwardTensorMemory
     sharing: ClassVar[int] = 2
 
     kernel: str = "backward_pair"
     tile_n: int = 2 * ROWS
-
-    @property
-    def row_stages(self) -> int:
-        """The next ones are wanted before Q's columns have been read."""
-        return 2
-
-    @property
-    def columns(self) -> PairBackwardTensorMemory:
-        return PairBackwardTensorMemory.of(self.tile_m, self.d, self.dv)
 
     @property
     def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
@@ -169,6 +179,7 @@ class WidePairBackwardTiling(BlackwellPairBackwardTiling):
     over the columns of Q.
     """
 
+    memory: ClassVar[Any] = WidePairBackwardTensorMemory
     scores: ClassVar[int] = STRIP
     widths: ClassVar[Sequence[int]] = (128, 192)
     over: ClassVar[Mapping[str, str]] = {"q": "ds", "do": "q_across"}
@@ -179,35 +190,27 @@ class WidePairBackwardTiling(BlackwellPairBackwardTiling):
     def strip(self) -> int:
         return STRIP
 
-    @property
-    def columns(self) -> WidePairBackwardTensorMemory:
-        return WidePairBackwardTensorMemory.of(self.tile_m, self.d, self.dv)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryPairTiling(BlackwellBackwardTiling):
     """For wide rows two blocks multiply together: each has half of the queries, and for P, dS, K and V of the keys.
 
     Q and dO stream through a ring of `stages` that products with them find in the order in which they are issued:
-    `PIECE` columns of its queries for S and dP, then `PIECE` queries, half of the columns, for dVᵀ and dKᵀ. Of K a
-    block also has the columns that each part of dQ wants from it. dQ is added from registers.
+    `PIECE` columns of its queries for S and dP, summed over columns (`by_columns`: queries, columns of a piece), then
+    `PIECE` queries, half of the columns, for dVᵀ and dKᵀ (`by_queries`: columns, which lie together, and queries). Of K
+    a block also has the columns that each part of dQ wants from it. dQ is added from registers.
     """
 
+    memory: ClassVar[Any] = QueryPairTensorMemory
     sharing: ClassVar[int] = 2
+    dq_buffers: ClassVar[int] = 0
     widths: ClassVar[Sequence[int]] = (256,)
+    by_columns: ClassVar[tuple[int, int]] = ROWS, PIECE
+    by_queries: ClassVar[tuple[int, int]] = PIECE, ROWS
 
     kernel: str = "backward_query_pair"
     tile_m: int = 2 * ROWS
     stages: int
-
-    @property
-    def row_stages(self) -> int:
-        """The next ones are wanted when these have been read."""
-        return 1
-
-    @property
-    def columns(self) -> QueryPairTensorMemory:
-        return QueryPairTensorMemory.of(self.tile_n, self.d)
 
     @property
     def tiles(self) -> Mapping[str, tuple[int, int, int | None]]:
@@ -219,20 +222,6 @@ class QueryPairTiling(BlackwellBackwardTiling):
             "ds": (self.tile_m, self.block_keys, None),
             "pieces": (*self.by_columns, self.stages),
         }
-
-    @property
-    def by_columns(self) -> tuple[int, int]:
-        """Queries and columns of a piece, of those that are summed over columns."""
-        return self.tile_m // 2, PIECE
-
-    @property
-    def by_queries(self) -> tuple[int, int]:
-        """Columns of operands that are summed over queries, which lie together."""
-        return PIECE, self.tile_m // 2
-
-    @property
-    def dq_room(self) -> int:
-        return 0
 
 
 KINDS: dict[str, type[BlackwellBackwardTiling]] = {

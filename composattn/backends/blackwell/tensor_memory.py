@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 COLUMNS = 512  # of `LANES` of 32 bits, that an SM has
 LANES = 128
@@ -133,8 +134,8 @@ class BackwardTensorMemory(BackwardColumns):
     """
 
     @staticmethod
-    def of(queries: int, d: int, dv: int) -> BackwardTensorMemory:
-        """For tiles of so many queries."""
+    def of(tiling: Any) -> BackwardTensorMemory:
+        queries, d, dv = tiling.tile_m, tiling.d, tiling.dv
         scores, gradients, of_dv, of_dk = in_a_row(queries, queries, dv, d)
         first = of_dk.stop if of_dk.stop + d <= COLUMNS else gradients.first
         return BackwardTensorMemory(scores, gradients, of_dv, of_dk, (Columns(first, d),))
@@ -156,8 +157,8 @@ class PairBackwardTensorMemory(BackwardColumns):
     """
 
     @staticmethod
-    def of(queries: int, d: int, dv: int) -> PairBackwardTensorMemory:
-        """For tiles of so many queries."""
+    def of(tiling: Any) -> PairBackwardTensorMemory:
+        queries, d, dv = tiling.tile_m, tiling.d, tiling.dv
         scores, gradients, of_dv, of_dk = in_a_row(queries, queries, dv, d)
         return PairBackwardTensorMemory(scores, gradients, of_dv, of_dk, (Columns(queries // 4, d // 2),))
 
@@ -200,7 +201,8 @@ class WidePairBackwardTensorMemory(PairBackwardTensorMemory):
     """
 
     @staticmethod
-    def of(queries: int, d: int, dv: int) -> WidePairBackwardTensorMemory:
+    def of(tiling: Any) -> WidePairBackwardTensorMemory:
+        queries, d, dv = tiling.tile_m, tiling.d, tiling.dv
         of_dv, of_dk, scores = in_a_row(dv, d, queries)
         first = scores.first + queries // 2
         return WidePairBackwardTensorMemory(scores, Columns(first, queries), of_dv, of_dk, (Columns(first, d // 2),))
@@ -246,8 +248,8 @@ class WideBackwardTensorMemory(BackwardColumns):
     """
 
     @staticmethod
-    def of(keys: int, d: int, dv: int) -> WideBackwardTensorMemory:
-        """For tiles of so many keys."""
+    def of(tiling: Any) -> WideBackwardTensorMemory:
+        keys, d, dv = tiling.tile_n, tiling.d, tiling.dv
         scores, gradients, of_dv, of_dk = in_a_row(keys, keys, *(keys * -(-width // LANES) for width in (dv, d)))
         used = of_dk.stop
         widths = [d] if used + d <= COLUMNS else [min(LANES, d - first) for first in range(0, d, LANES)]
@@ -279,10 +281,9 @@ class QueryPairTensorMemory(BackwardColumns):
     """
 
     @staticmethod
-    def of(keys: int, d: int) -> QueryPairTensorMemory:
-        """For tiles of so many keys."""
-        scores, gradients, dv, dk = in_a_row(keys, keys, keys, keys)
-        return QueryPairTensorMemory(scores, gradients, dv, dk, (scores,) * (d // keys))
+    def of(tiling: Any) -> QueryPairTensorMemory:
+        scores, gradients, dv, dk = in_a_row(*[tiling.tile_n] * 4)
+        return QueryPairTensorMemory(scores, gradients, dv, dk, (scores,) * (tiling.d // tiling.tile_n))
 
     @cached_property
     def regions(self) -> Mapping[str, Columns]:

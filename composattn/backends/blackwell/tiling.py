@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +18,7 @@ from ..fused.planning.tables import first, tables_of
 from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import Chosen, RowForwardTiling, fitting, whole_pages
+from ..fused.tiles.tiling import Chosen, ForwardTiling, fitting, whole_pages
 from .roles import ONE_TILE, TWO_TILES, Roles
 from .tensor_memory import COLUMNS, TensorMemory
 
@@ -38,14 +39,23 @@ DEGREE = {torch.bfloat16: 3, torch.float16: 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlackwellTiling(RowForwardTiling):
-    """`query_tiles` of 128 rows, each with `score_places` in tensor memory where its scores are computed.
+class BlackwellTiling(ForwardTiling):
+    """`query_tiles` of 128 rows, a row a thread, each with `score_places` in tensor memory where scores are computed.
 
     K and V lie in rings of `k_stages` and `v_stages`. Two query tiles take turns: one's softmax runs under the other's
-    products. One has two places for scores, and its next scores are computed under its softmax.
+    products. One has two places for scores, and its next scores are computed under its softmax. The first `early_keys`
+    probabilities of a row are stored, and multiplied, before the others are there. `maximum_by_load`: where scores are
+    neither changed nor tested, their load says which is the largest.
     """
 
     l2: ClassVar[int] = 64 << 20
+
+    query_tiles: int
+    score_places: int
+    k_stages: int
+    v_stages: int
+    early_keys: int = 0
+    maximum_by_load: bool
 
     def __post_init__(self) -> None:
         _ = self.tensor_memory  # refuses a map that does not fit
@@ -60,6 +70,7 @@ class BlackwellTiling(RowForwardTiling):
 
     @property
     def first_output(self) -> int:
+        """The column of the unit's memory where the outputs of all query tiles begin, one after the other."""
         return self.tensor_memory.outputs[0].first
 
     @property
@@ -81,24 +92,20 @@ def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen
     tiles, (d, dv) = first(TABLES["query_tiles"], call), call.dims
     polynomial = first(TABLES["by_polynomial"], call, width=d + dv)
     most = min(first(TABLES["most_keys"], call), (COLUMNS - dv) // 2)
-    made = BlackwellTiling(
+    made = functools.partial(
+        BlackwellTiling,
         tile_m=ROWS * tiles,
-        tile_n=STEP,
         d=d,
         dv=dv,
         query_tiles=tiles,
         score_places=2 // tiles,
-        k_stages=1,
-        v_stages=1,
-        early_keys=0,
         maximum_by_load=target.maximum_by_load,
         exponential=ExponentialUnits(polynomial, PERIOD, DEGREE[problem.dtype]) if polynomial else HARDWARE,
         packed_heads=call.heads,
         heads_together=call.heads_together,
         scheduler=Scheduler.asked(call.persistent),
     )
-    cuts = (dataclasses.replace(made, tile_n=n, k_stages=k, v_stages=v) for n, (k, v) in STAGES if n <= most)
-    tiling = fitting(cuts, target)
+    tiling = fitting((made(tile_n=n, k_stages=k, v_stages=v) for n, (k, v) in STAGES if n <= most), target)
     keys = whole_pages(problem, tiling.tile_n)
     tiling = dataclasses.replace(tiling, tile_n=keys, early_keys=keys * 3 // 4 // 32 * 32)
     return Chosen(tiling, f"{call}; {UNTIMED}")

@@ -70,15 +70,16 @@ FIELDS = "dq_leaves", "bends_early", "tries_first", "distances", "written", "dq_
 FINDERS: Finders = {
     **BACKWARD,
     # so many times as many queries as keys, of dense calls
-    "ratio": lambda f: f.problem.q_len // max(1, f.problem.kv_len) if f.layout == "dense" else 1,
-    "key_tiles": lambda f: _tiles(f.problem),  # of a sequence, which may all add to a part of dQ
+    "ratio": lambda f: f.q_len // max(1, f.kv_len) if f.layout == "dense" else 1,
+    # of a head, which may all add to a part of dQ; of packed sequences those of all
+    "key_tiles": lambda f: max(1, -(-f.kv_len // KEYS)),
     # a tensor is read at each pair, or a test computes as much, of no wider V than K
     "pairs": lambda f: f.d >= f.dv and first(TABLES["pairs"], f),
     # queries of the largest tile for which registers are left, by compiling; above D 128, where tiles have 64, keys
     "largest": lambda f: first(TABLES["largest"], f),
     "seen_by_all": lambda f: all_are_seen(f.problem, f.program),  # some tile of keys visits each query tile
     # what the queries of a key/value head read and add to
-    "group_bytes": lambda f: f.group * f.problem.q_len * (2 * (f.d + f.dv) + 4 * f.d),
+    "group_bytes": lambda f: f.group * f.q_len * (2 * (f.d + f.dv) + 4 * f.d),
 }
 
 
@@ -146,11 +147,6 @@ def _many(call: Facts, together: int | None = None) -> HeadsOf:
     return -(-group // pieces), together or _power_of_two(2 * sms / (tiles * pieces))
 
 
-def _tiles(problem: Problem, keys: int = KEYS) -> int:
-    """Tiles of keys of a head; of packed sequences those of all."""
-    return max(1, -(-problem.kv_len // keys))
-
-
 def _power_of_two(number: float) -> int:
     """The next one: each number of heads is another kernel."""
     return 1 << max(0, round(math.log2(number)))
@@ -170,7 +166,7 @@ def heads_of(call: Facts, keys: int, at_once: int) -> dict[str, int | None]:
 
     `at_once`: tiles of so many `keys` that run at once.
     """
-    tiles, (rule, *numbers) = _tiles(call.problem, keys), first(TABLES["heads"], call)
+    tiles, (rule, *numbers) = max(1, -(-call.kv_len // keys)), first(TABLES["heads"], call)
     a_piece, together = RULES[rule](call, *numbers)
     fields = {"heads_a_piece": a_piece, "heads_together": call.heads_together or together}
     at_last = first(TABLES["at_last"], call, rounds=call.batch * call.kv_heads * tiles / at_once)

@@ -77,7 +77,8 @@ class HopperBackwardExchange(HopperBackwardWide):
             cute.arch.setmaxregister_increase(tiling.registers.computing)
             self.consume_as(call, block, self.group(block, 1))
         else:
-            cute.arch.setmaxregister_decrease(tiling.dq_registers)
+            copying, computing = tiling.registers.copying, tiling.registers.computing
+            cute.arch.setmaxregister_decrease(512 - copying - 2 * computing)  # what the others leave
             self.consume_as(call, block, self.group(block, 2))
         meet()  # neither leaves while the other may reach into its memory
 

@@ -129,11 +129,6 @@ class HopperBackwardTiling(BackwardTiling):
         return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
 
     @property
-    def dq_registers(self) -> int:
-        """Registers of a thread of the warpgroup for dQ: what the others leave."""
-        return 512 - self.registers.copying - 2 * self.registers.computing
-
-    @property
     def dq_numbers(self) -> int:
         """Numbers of shared memory through which dQ leaves in bulk: a buffer for each warpgroup."""
         return self.tile_m * self.d

@@ -18,11 +18,11 @@ from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.compiling import tuned
 from ..fused.planning.facts import FORWARD, Facts, Finders
 from ..fused.planning.tables import first, row_of, rows_of
-from ..fused.tiles.few_queries import packed_heads, sharing_heads, time_of
+from ..fused.tiles.few_queries import best_cut, packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, fitting, key_tiles, query_tiles, slots, whole_pages
-from ..fused.tiles.traits import bytes_at_pairs, queries, reads_along_keys, reads_pairs
+from ..fused.tiles.traits import queries
 from .fp8_tiling import choose_fp8
 from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
@@ -89,13 +89,12 @@ FINDERS: Finders = {
     **FORWARD,
     "head_bytes": lambda f: 2 * f.keys * sum(f.dims),  # of a head's keys and values
     "of_bytes": lambda f: f.problem.narrow is not None,  # K and V come as 8-bit numbers
-    "at_pairs": lambda f: bytes_at_pairs(f.program.score),
     # constants say that rows see few keys
     "narrow": lambda f: getattr(f.program.limits, "most", None) is not None and f.program.limits.most <= NARROW,
     # of a batch-invariant tile, of which D and the mods decide; 0 for other calls
     "keys_in_order": lambda f: first(TABLES["invariant"], f),
     # something waits there along the keys
-    "fills_registers": lambda f: reads_along_keys(f.program.score) or f.weighs_keys or f.keys_in_order > 0,
+    "fills_registers": lambda f: f.reads_along_keys or f.weighs_keys or f.keys_in_order > 0,
 }
 
 
@@ -126,8 +125,7 @@ def _takes_less(apart: Facts, together: Facts) -> bool:
     it says the time together over that apart to 0.04 in the mean (sweeps/h200-packing.json, h200-near-claims.json).
     """
     form = ForwardForm.named(first(TABLES["forms"], apart))
-    of_heads = reads_pairs(apart.program.score, of_heads=True)
-    most = first(TABLES["packs"], apart, **form._asdict(), pairs_of_heads=of_heads)
+    most = first(TABLES["packs"], apart, **form._asdict())
 
     def time(call: Facts) -> int:
         block = _block(form, call, less=False)
@@ -251,7 +249,7 @@ def _few_rows(call: Facts) -> HopperTiling:
     Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
     """
     tilings = (_of_few_rows(call, Cut(**cut)) for cut in first(TABLES["few"], call))
-    return min(tilings, key=lambda tiling: time_of(call.problem, tiling, call.target).least())
+    return min(tilings, key=lambda tiling: best_cut(call.problem, tiling, call.target)[1])
 
 
 def _of_few_rows(call: Facts, cut: Cut) -> HopperTiling:

@@ -16,7 +16,7 @@ from ..fused.tiles.few_queries import packed_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, query_tiles
-from ..fused.tiles.traits import reads_along_keys
+from ..fused.tiles.traits import ALONG_KEYS, reads
 from .tiling import ROWS, SUMS, TABLES, HopperTiling, Registers, left_by
 
 FP8 = "forward_fp8"
@@ -87,8 +87,8 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of a call that `multiplies_eight_bits`."""
     call = Facts(FORWARD, problem, program, target, rows=ROWS, heads=packed_heads(problem, program, ROWS))
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
-    reads = any((reads_along_keys(rest), call.mask_reads, program.keep, call.opaque))
-    kept = first(TABLES["fp8_kept"], None, reads=reads, by_key=scales.by_key > 0, scored=rest is not None)
+    beside = any((reads(rest, ALONG_KEYS), call.mask_reads, program.keep, call.opaque))
+    kept = first(TABLES["fp8_kept"], None, reads=beside, by_key=scales.by_key > 0, scored=rest is not None)
     form = row_of(TABLES["fp8"], call, mods_keep=kept, runs=scales.keys)
     rounds = query_tiles(problem, call.heads, form.says["tile_m"]) * problem.batch / target.sms
     tiling = Fp8Tiling(

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from ..fused.planning.tables import first, tables_of
 from ..fused.tiles.target import HOPPER
-from ..fused.tiles.tiling import STATISTICS, ForwardTiling
+from ..fused.tiles.tiling import ForwardTiling
 from ..fused.tiles.written import Written
 
 ROWS = 64  # of one warpgroup's product
@@ -78,6 +78,7 @@ class HopperTiling(ForwardTiling):
 
     l2: ClassVar[int] = L2
     element_bytes: ClassVar[int] = 2  # of Q
+    converts: ClassVar[bool] = False  # K and V are made 16-bit numbers
 
     stages: int
     resident: int = 0
@@ -100,7 +101,7 @@ class HopperTiling(ForwardTiling):
 
     def registers(self, paged: bool) -> Registers:
         """Registers of a thread; `paged`: keys lie in pages."""
-        return registers_for(self.warpgroups, self.blocks, paged)
+        return registers_for(self.warpgroups, self.blocks, paged, self.converts)
 
     @property
     def pingpong(self) -> bool:
@@ -116,13 +117,8 @@ class HopperTiling(ForwardTiling):
         return self.stages > EVEN_STAGES
 
     @property
-    def computing_warps(self) -> int:
-        return self.tile_m // 16
-
-    @property
-    def left_numbers(self) -> int:
-        columns = self.dv + SUMS * self.guesses
-        return self.tile_m * (columns + 4 * STATISTICS)  # each row is four lanes'
+    def sum_columns(self) -> int:
+        return self.dv + SUMS * self.guesses
 
     @property
     def in_segments(self) -> bool:
@@ -174,6 +170,9 @@ class ByteTiling(HopperTiling):
     `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
     """
 
+    of: ClassVar[str] = OF_BYTES
+    converts: ClassVar[bool] = True
+
     byte_stages: int  # type: ignore[misc]
     parts: int = 1  # type: ignore[misc]
     scales_queries: bool = False
@@ -182,13 +181,6 @@ class ByteTiling(HopperTiling):
     def offset(self) -> float:
         """P is as large as fp16 holds where its maximum may lag: bf16 has smaller numbers."""
         return float(math.floor(math.log2(LARGEST) - self.threshold.most)) if self.scales_queries else 0.0
-
-    @property
-    def step(self) -> str:
-        return self.kernel + OF_BYTES
-
-    def registers(self, paged: bool) -> Registers:
-        return registers_for(self.warpgroups, self.blocks, paged, converts=True)
 
     @property
     def reads_far_ahead(self) -> bool:

@@ -56,12 +56,10 @@ class WideTiling(ForwardTiling):
 class WideByteTiling(WideTiling):
     """K and V come as 8-bit numbers, as many in a slice; the first `rows` of the tile, 16, 32 or 64, are multiplied."""
 
+    of: ClassVar[str] = OF_BYTES
     stage: ClassVar[int] = GROUPS * STAGE
-    rows: int
 
-    @property
-    def step(self) -> str:
-        return self.kernel + OF_BYTES
+    rows: int
 
     @property
     def most_rows(self) -> int:

@@ -289,9 +289,14 @@ class Backward(Kernel, Generic[AnyTiling]):
         read = call.scale, call.captured, call.scalars
         return Leaves(work.b, head, q_len, kv_len, *read, first=first, last=last, metadata=metadata)
 
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether a piece of a tile of keys is some of the heads of its group, else it is some of its queries."""
+        return self.tiling.ends_backwards or self.tiling.heads_a_piece > 0
+
     def members(self, call, work):
         """[first, stop) of the heads of the group that work visits: all, or a piece of a tile that is cut by heads."""
-        if work.piece is None or not self.tiling.cuts_heads:
+        if work.piece is None or not self.cuts_heads:
             return 0, call.group
         index, count = work.piece.index, work.piece.count
         return call.group * index // count, call.group * (index + 1) // count
@@ -301,7 +306,7 @@ class Backward(Kernel, Generic[AnyTiling]):
         runs = self.visited.of(self.leaves(call, work, head, n), work.n if n is None else n, work.queries)
         if self.tiling.ends_backwards:
             return [dataclasses.replace(run, backwards=work.backwards) for run in runs if isinstance(run, QueryRun)]
-        if work.piece is not None and n is None and not self.tiling.cuts_heads:
+        if work.piece is not None and n is None and not self.cuts_heads:
             runs = [run.piece(work.piece.index, work.piece.count, head) for run in runs]
         return runs
 

@@ -48,10 +48,7 @@ def best_cut(lengths: Sequence[int], repeats: int, sms: int) -> Cut:
     tiles, longest = len(lengths) * repeats, max(lengths, default=0)
     equal = min(lengths, default=0) == longest
     whole = tiles - tiles % sms if equal else 0
-    if tiles <= MANY * sms:
-        most = 8 * sms // max(1, tiles)
-    else:
-        most = sms // max(1, tiles - whole) if tiles > MANY * sms else 1
+    most = 8 * sms // max(1, tiles) if tiles <= MANY * sms else sms // max(1, tiles - whole)
     counts = range(1, max(1, min(MOST_PIECES, longest // SHORTEST, most)) + 1)
     if len(counts) == 1:  # of billions of tiles too
         return _cut(tiles, whole, 1)

@@ -7,11 +7,13 @@ of, and who has a call knows which row is its. `explain()` prints those that say
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ....analysis.captured_gradient import Pattern
-from ....graph.expr import Dep
+from ....analysis.bands import residual
+from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
+from ....graph.expr import Dep, Expr, Rate
 from ....graph.gradient import derivative
 from ....graph.multiples import is_of_score
 from ..tiles.coverage import (
@@ -23,19 +25,16 @@ from ..tiles.coverage import (
 )
 from ..tiles.tiling import key_tiles, query_tiles, slots
 from ..tiles.traits import (
+    ALONG_KEYS,
     OF_HEADS,
     bounds_queries,
+    depends,
     has_costly_test,
-    has_opaque_test,
     has_plain_part,
     keys,
     padded,
     queries,
-    reads_along_keys,
-    reads_any,
-    reads_pairs,
-    sums_by,
-    weighs_keys,
+    reads,
 )
 from ..tiles.work import captured_decide
 
@@ -106,7 +105,7 @@ MODS: Kinds = {
     "plain": ("no score mod", lambda f: not f.scored),
     # times a number of the head, and more that is read nowhere along the keys: ALiBi
     "line": (
-        "a line of the score", lambda f: f.derivative.rate in OF_HEADS and not reads_along_keys(f.program.score)
+        "a line of the score", lambda f: f.derivative.rate in OF_HEADS and not f.reads_along_keys
     ),
     "pairs": ("a score mod that reads at (q, kv)", lambda f: f.reads_pairs),
     "of_score": ("a curve of the score", lambda f: is_of_score(f.program.score)),  # and of nothing else: soft caps
@@ -157,6 +156,17 @@ def _sectors(f: Facts) -> bool:
     return p.head_dim * types.k.itemsize % 32 == p.head_dim_v * types.v.itemsize % 32 == 0
 
 
+def _pair_bytes(read: Expr) -> float:
+    """From where it lies; without end where it is read elsewhere, as at distances."""
+    return float(read.attr.tensor.element_size()) if pattern_of(read) is Pattern.PAIR else math.inf
+
+
+def _patterns(f: Facts) -> set[Pattern]:
+    """By which gradients of captured tensors are summed."""
+    groups = f.program.reads.values() if isinstance(f.program, GradientProgram) else ()
+    return {read.pattern for group in groups for read in group}
+
+
 OF_ANY: Finders = {
     "order": lambda f: "batch-invariant" if f.problem.schedule.batch_invariant else ("any", "fixed")[f.deterministic],
     "layout": _layout,
@@ -172,15 +182,20 @@ OF_ANY: Finders = {
     "keys": lambda f: keys(f.problem),
     "mods": lambda f: _kind(MODS, (*MODS,), f),
     "scored": lambda f: f.program.score is not None,
-    "reads_pairs": lambda f: reads_pairs(f.program.score),
+    "reads_along_keys": lambda f: bool(reads(f.program.score, ALONG_KEYS)),
+    "at_pairs": lambda f: reads(f.program.score, {Rate.ELEMENT}),  # at (q, kv), or elsewhere for each
+    "reads_pairs": lambda f: bool(f.at_pairs),
+    "pairs_of_heads": lambda f: any(read.deps & Dep.H for read in f.at_pairs),
+    "pair_bytes": lambda f: sum(map(_pair_bytes, f.at_pairs)),
     "derivative": lambda f: derivative(f.program.score),
     "curved": lambda f: f.scored and bool(f.derivative.deps & Dep.SCORE),  # the score's derivative sees the score
-    "weighs_keys": lambda f: weighs_keys(f.program),
-    "mask_reads": lambda f: reads_any(f.program.mask),
-    "opaque": lambda f: has_opaque_test(f.program),
-    # gradients of captured tensors are summed, by such a pattern
-    "learns": lambda f: sums_by(f.program, *Pattern),
-    **{f"by_{p.name.lower()}": lambda f, p=p: sums_by(f.program, p) for p in Pattern},  # type: ignore[misc]
+    # values of 8 bits are multiplied by numbers of their keys, which go into weights behind their sum
+    "weighs_keys": lambda f: depends(f.program.values, Dep.KV),
+    "mask_reads": lambda f: bool(reads(f.program.mask)),
+    "opaque": lambda f: residual(f.program.mask).opaque,  # the mask has a condition on (q, kv) that is no bound on kv
+    "patterns": _patterns,
+    "learns": lambda f: bool(f.patterns),
+    **{f"by_{p.name.lower()}": lambda f, p=p: p in f.patterns for p in Pattern},  # type: ignore[misc]
 }
 
 

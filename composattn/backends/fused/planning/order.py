@@ -16,9 +16,6 @@ from ..tiles.segments import Segments, most_tiles
 from ..tiles.work import WorkTables, ascends, descends, entries, segment_tables, work_tables
 from .tables import first, tables_of
 
-Ordered = tuple[str, WorkTables | None]  # the order in words, and the tables that say so, if any
-
-
 ORDERS = tables_of(Path(__file__).with_name("orders.json"))["orders"]  # in words; and what a table has, if there is one
 
 
@@ -41,14 +38,6 @@ class Tiles:
     strips: Strips | None = None
 
     @property
-    def lie(self) -> str:
-        return "segments" if isinstance(self.visited, Segments) else self.problem.layout.q
-
-    @property
-    def wanted(self) -> str:
-        return self.problem.schedule.order
-
-    @property
     def longest_first(self) -> bool:
         """Whether the kernel's own order is."""
         is_so = descends if self.of_keys else ascends
@@ -61,9 +50,10 @@ class Tiles:
         tiles = p.batch * most_tiles(p.q_len, self.rows) if segments else entries(p, self.rows)
         return tiles * self.heads <= self.at_once
 
-    def ordered(self) -> Ordered:
-        """Their order."""
-        said = first(ORDERS, self)
+    def ordered(self) -> tuple[str, WorkTables | None]:
+        """Their order in words, and the tables that say so, if any."""
+        lie = "segments" if isinstance(self.visited, Segments) else self.problem.layout.q
+        said = first(ORDERS, self, lie=lie, wanted=self.problem.schedule.order)
         words, order = said["words"], said.get("table")
         if order is None:
             return words, None

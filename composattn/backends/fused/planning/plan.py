@@ -111,6 +111,7 @@ def words_of(program: Program | None) -> list[str]:
     return [word for word, mod in named.items() if mod is not None]
 
 
+STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 AnyTiling = TypeVar("AnyTiling", bound=Tiling)
 AnyForwardTiling = TypeVar("AnyForwardTiling", bound=ForwardTiling)
 
@@ -239,7 +240,7 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
     @property
     def counters(self) -> int:
         """Numbers that are zero before the kernel: one to draw tiles from, and a flag of each warp of a share."""
-        return 1 + self.most_shares * self.tiling.computing_warps if self.tiling.scheduler.shares else 1
+        return 1 + self.most_shares * (self.tiling.tile_m // 16) if self.tiling.scheduler.shares else 1
 
     @property
     def most_shares(self) -> int:
@@ -248,8 +249,8 @@ class ForwardPlan(TiledPlan[AnyForwardTiling]):
 
     @property
     def left_numbers(self) -> int:
-        """What shares leave in memory, fp32."""
-        return self.most_shares * self.tiling.left_numbers
+        """What shares leave in memory, fp32: sums of each row, and of its four lanes what each knows of it."""
+        return self.most_shares * self.tiling.tile_m * (self.tiling.sum_columns + 4 * STATISTICS)
 
     @property
     def combine(self) -> CombinePlan:

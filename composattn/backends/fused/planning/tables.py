@@ -11,32 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-Pattern = dict[str, Container[Any]]  # what each of these facts may be; others may be anything
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Numbers above `more`, up to `most`."""
-
-    more: float
-    most: float
-
-    def __contains__(self, number: Any) -> bool:
-        return bool(self.more < number <= self.most)
-
-
-@dataclasses.dataclass(frozen=True)
-class Others:
-    """All values but these."""
-
-    but: Container[Any]
-
-    def __contains__(self, value: Any) -> bool:
-        return value not in self.but
+Pattern = dict[str, Callable[[Any], bool]]  # whether each of these facts is as a row says; others may be anything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,23 +56,25 @@ def _row(row: Mapping[str, Any], file: Any, where: str) -> Row:
     try:
         says, of = facts.pop("says"), facts.pop("of", "").split()
         named = dict(item for name in of for item in file["patterns"][name].items()) | facts
-        pattern = {name: _values(said) for name, said in named.items()}
+        pattern = {name: _test(said) for name, said in named.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: no row of a table is {json.dumps(row)}, by {error!r}") from error
     return Row(says, pattern, why, shapes, gain, file.get("results", ""))
 
 
-def _values(said: Any) -> Container[Any]:
-    """What a fact may be."""
+def _test(said: Any) -> Callable[[Any], bool]:
+    """Whether a fact is what a file says that it may be."""
     if isinstance(said, str):
-        return Span(*map(float, said.strip("(])").split(",")))
-    return Others(_values(said["not"])) if isinstance(said, dict) else tuple(said)
+        more, most = map(float, said.strip("(])").split(","))
+        return lambda number: more < number <= most
+    values = tuple(said["not"] if isinstance(said, dict) else said)
+    return lambda value: (value in values) is not isinstance(said, dict)
 
 
 def rows_of(table: Iterable[Row], call: object, **more: Any) -> Iterator[Row]:
     """The rows that a call is in: each fact is as the row says; `more`: those that are not the call's."""
     for row in table:
-        if all((more[n] if n in more else getattr(call, n)) in values for n, values in row.pattern.items()):
+        if all(is_so(more[n] if n in more else getattr(call, n)) for n, is_so in row.pattern.items()):
             yield row
 
 

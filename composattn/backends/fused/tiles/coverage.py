@@ -36,13 +36,11 @@ def end_together(problem: Problem, program: Program) -> bool:
     Not where heads differ, as visits are their sums, nor where runs may share a tile of queries.
     """
     visited = exchanged(program.of_keys[0])
-    if len(visited) != 1 or not problem.layout.is_dense or not problem.kv_len or not bounds_queries(program.mask):
+    by_head = any((run.begin.deps | run.end.deps) & Dep.H for run in visited)
+    bound = bounds_queries(program.mask) and problem.layout.is_dense and problem.kv_len > 0
+    if len(visited) != 1 or by_head or not bound:
         return False
-    visits = (
-        None
-        if (visited[0].begin.deps | visited[0].end.deps) & Dep.H
-        else fixed_visits(mirror(problem), visited, 128, 1)
-    )
+    visits = fixed_visits(mirror(problem), visited, 128, 1)
     return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
 
 

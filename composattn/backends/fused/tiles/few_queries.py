@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import math
+from collections.abc import Callable
 
 from ....analysis.program import Program
 from ....call.problem import Problem
@@ -13,6 +13,8 @@ from ....graph.expr import Dep
 from .target import Target
 from .tiling import ForwardTiling, key_tiles, query_tiles, slots
 from .traits import depends, keys, queries
+
+Time = Callable[[int], float]  # what a call takes by the number of parts its keys are cut into
 
 
 def sharing_heads(problem: Problem, program: Program, rows: int) -> int:
@@ -51,109 +53,77 @@ def _tiles(problem: Problem, heads: int, rows: int) -> int:
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
     """Into how many parts the keys of a query tile are cut: as asked for, or so that the call takes least time."""
     whole = problem.schedule.batch_invariant or tiling.scheduler.shares
-    return 1 if whole else time_of(problem, tiling, target).parts()
+    return 1 if whole else best_cut(problem, tiling, target)[0]
 
 
-def time_of(problem: Problem, tiling: ForwardTiling, target: Target) -> Time:
-    """The time model of a call with this tiling."""
+def best_cut(problem: Problem, tiling: ForwardTiling, target: Target) -> tuple[int, float]:
+    """The parts that are asked for, or the fewest by which a call takes least; and that time, in a unit of its own."""
+    work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
+    tiles = key_tiles(problem, tiling.tile_n)
     reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
-    return (TimeOfReading if reads else TimeOfComputing)(problem, tiling, target)
+    time = (_reading if reads else _computing)(problem, tiling, target, work, tiles)
+    asked, most = problem.schedule.split_kv, max(1, min(MOST_SPLITS, tiles if reads else tiles // 2))
+    best = min(range(1, most + 1), key=time) if asked == "auto" else asked
+    if asked == "auto" and not reads and time(best) >= 0.9 * time(1):
+        best = 1
+    return best, time(best)
 
 
-class Time(abc.ABC):
-    """What a call takes by the number of parts its keys are cut into, in a unit of its own."""
-
-    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
-        self.problem, self.tiling, self.target = problem, tiling, target
-        self.work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
-        self.tiles = key_tiles(problem, tiling.tile_n)
-
-    @abc.abstractmethod
-    def in_parts(self, n: int) -> float: ...
-
-    def best(self) -> int:
-        """The number of parts by which it is least, the smallest of several."""
-        return self.least_of(self.tiles)
-
-    def parts(self) -> int:
-        """The number of parts that is asked for, or the best one."""
-        wanted = self.problem.schedule.split_kv
-        return self.best() if wanted == "auto" else wanted
-
-    def least(self) -> float:
-        return self.in_parts(self.parts())
-
-    def least_of(self, most: int) -> int:
-        """The number of parts, up to `most`, by which it is least."""
-        return min(range(1, max(1, min(MOST_SPLITS, most)) + 1), key=self.in_parts)
-
-
-class TimeOfComputing(Time):
+def _computing(problem: Problem, tiling: ForwardTiling, target: Target, work: int, tiles: int) -> Time:
     """In kv tiles (1.5 µs on an H200): all rounds of blocks over the SMs, each block its tiles and two more
     to begin and end; where there are parts, the kernel that combines them, and what passes through memory.
 
     A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
     """
+    each = tiling.tile_m * tiling.tile_n / 128**2 if tiling.tile_m < 128 and work > target.sms else 1.0
+    part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
 
-    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
-        super().__init__(problem, tiling, target)
-        one_of_many = tiling.tile_m < 128 and self.work > target.sms
-        self.each = tiling.tile_m * tiling.tile_n / 128**2 if one_of_many else 1.0
-        # fp32, written and read
-        self.part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6
+    def time(parts: int) -> float:
+        rounds = -(-work * parts // target.sms)
+        return rounds * (each * -(-tiles // parts) + 2) + (0 if parts == 1 else 3 + parts * part)
 
-    def in_parts(self, n: int) -> float:
-        rounds = -(-self.work * n // self.target.sms)
-        return rounds * (self.each * -(-self.tiles // n) + 2) + (0 if n == 1 else 3 + n * self.part)
-
-    def best(self) -> int:
-        best = self.least_of(self.tiles // 2)
-        return best if self.in_parts(best) < 0.9 * self.in_parts(1) else 1
+    return time
 
 
-class TimeOfReading(Time):
+MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster
+SHALLOW = 1.02  # of the time, where an SM has one block of two stages alone
+FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
+COMBINE, EACH_PART = 2.65, 0.035
+OF_RATE = 0.964  # of what memory can give, where all SMs read
+TO_FEW = 0.08  # of the time, how much more it takes as fewer of them do
+# Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
+KEPT, OF_L2 = 45 << 20, 1.7
+# A tile by itself: a beginning, and of 64 keys the softmax of eight rows, or of all, and each 64 columns of K and V
+BEGIN, EIGHT_ROWS, ALL_ROWS, COLUMNS = 0.107, 0.179, 0.25, 0.053
+
+
+def _reading(problem: Problem, tiling: ForwardTiling, target: Target, work: int, tiles: int) -> Time:
     """In µs, of blocks of few rows, which take as long as their keys take from memory.
 
     Fitted to calls of eight rows, each cut in all ways there are (H200, D 64, 96 and 128, 16 to 512 tiles of 1,024 to
     8,192 keys, up to 8 parts; benchmarks/decode_cuts.py): what it chooses takes 0.8 % more than the best of 224 that
     were timed.
     """
+    types, blocks = problem.types, tiling.blocks
+    row = tiling.d * types.k.itemsize + tiling.dv * types.v.itemsize
+    lies_in_l2 = problem.batch * problem.kv_heads * keys(problem) * row <= KEPT
+    # a tile of keys for each SM, and one for one block with all of the memory's rate
+    tile = tiling.tile_n * row * target.sms / (OF_RATE * target.memory_rate * 1e3 * (OF_L2 if lies_in_l2 else 1.0))
+    softmax = EIGHT_ROWS if tiling.most_rows < tiling.tile_m else ALL_ROWS
+    alone = BEGIN + tiling.tile_n / 64 * (softmax + COLUMNS * (tiling.d + tiling.dv) / 64)
 
-    MADE_UP = 0.83  # of the time of idle places in the last round, as others' keys come faster
-    SHALLOW = 1.02  # of the time, where an SM has one block of two stages alone
-    FIRST, FURTHER = 3.6, 1.1  # beginnings and ends of the first round, and of each further one
-    COMBINE, EACH_PART = 2.65, 0.035
-    OF_RATE = 0.964  # of what memory can give, where all SMs read
-    TO_FEW = 0.08  # of the time, how much more it takes as fewer of them do
-    # Up to so many bytes lie in L2 behind a call that had them, which gives so many times as much
-    KEPT, OF_L2 = 45 << 20, 1.7
-    # A tile by itself: a beginning, and of 64 keys the softmax of eight rows, or of all, and each 64 columns of K and V
-    BEGIN, EIGHT_ROWS, ALL_ROWS, COLUMNS = 0.107, 0.179, 0.25, 0.053
-
-    def __init__(self, problem: Problem, tiling: ForwardTiling, target: Target) -> None:
-        super().__init__(problem, tiling, target)
-        types = problem.types
-        bytes_of_row = tiling.d * types.k.itemsize + tiling.dv * types.v.itemsize
-        read = problem.batch * problem.kv_heads * keys(problem) * bytes_of_row
-        # a tile of keys for each SM
-        rate = self.OF_RATE * target.memory_rate * 1e3 * (self.OF_L2 if read <= self.KEPT else 1.0)
-        self.tile = tiling.tile_n * bytes_of_row * target.sms / rate
-        # for one block with all of the memory's rate
-        softmax = self.EIGHT_ROWS if tiling.most_rows < tiling.tile_m else self.ALL_ROWS
-        self.alone = self.BEGIN + tiling.tile_n / 64 * (softmax + self.COLUMNS * (tiling.d + tiling.dv) / 64)
-
-    def in_parts(self, n: int) -> float:
-        filled = self.work * n / self.target.sms
-        rounds = math.ceil(filled / self.tiling.blocks)
-        ends = self.FIRST + self.FURTHER * (rounds - 1) + (self.COMBINE + self.EACH_PART * n) * (n > 1)
-        tiles, alone = -(-self.tiles // n), self.tiling.byte_stages == 1  # one is read, or one computed
-        return self._of_rounds(filled, rounds) * (tiles + (tiles - 1) * alone) + ends
-
-    def _of_rounds(self, filled: float, rounds: int) -> float:
+    def of_rounds(filled: float, rounds: int) -> float:
         """The time of one tile of keys of each block; `filled`: blocks per SM."""
-        blocks = self.tiling.blocks
         if filled > blocks:
-            idle = rounds * blocks - filled
-            return max((filled + idle * (1 - self.MADE_UP)) * self.tile, rounds * self.alone)
-        reading = max(filled * self.tile * (1 + self.TO_FEW * max(0.0, 1 - filled)), self.alone)
-        return reading * (self.SHALLOW if filled <= 1 and blocks > 1 and not self.tiling.reads_far_ahead else 1.0)
+            return max((filled + (rounds * blocks - filled) * (1 - MADE_UP)) * tile, rounds * alone)
+        reading = max(filled * tile * (1 + TO_FEW * max(0.0, 1 - filled)), alone)
+        return reading * (SHALLOW if filled <= 1 and blocks > 1 and not tiling.reads_far_ahead else 1.0)
+
+    def time(parts: int) -> float:
+        filled = work * parts / target.sms
+        rounds, of_block = math.ceil(filled / blocks), -(-tiles // parts)
+        ends = FIRST + FURTHER * (rounds - 1) + (COMBINE + EACH_PART * parts) * (parts > 1)
+        # of bytes in one stage one tile is read, or one computed
+        return of_rounds(filled, rounds) * (of_block + (of_block - 1) * (tiling.byte_stages == 1)) + ends
+
+    return time

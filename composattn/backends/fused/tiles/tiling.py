@@ -17,7 +17,6 @@ from .traits import keys, queries
 AnyTiling = TypeVar("AnyTiling", bound="Tiling")
 SAID = {"kernel", "tile_m", "tile_n", "d", "dv", "heads_together", "packed_heads", "exponential", "scheduler",
         "threshold", "persistent"}  # fmt: skip
-STATISTICS = 4  # what a thread leaves of a row besides sums: the maximum, its sum, the largest score; 16 bytes
 
 
 def slots(heads: int) -> int:
@@ -40,6 +39,7 @@ class Tiling(abc.ABC):
     """
 
     l2: ClassVar[int]
+    of: ClassVar[str] = ""  # of what else than 16-bit numbers its kernel is, behind the name
 
     kernel: str
     tile_m: int
@@ -52,7 +52,7 @@ class Tiling(abc.ABC):
     @property
     def step(self) -> str:
         """The name by which its architecture knows the kernel."""
-        return self.kernel
+        return self.kernel + self.of
 
     @property
     def in_segments(self) -> bool:
@@ -147,16 +147,6 @@ class ForwardTiling(Tiling):
         return True
 
     @property
-    def computing_warps(self) -> int:
-        """Warps of a block that have rows of the output."""
-        raise NotImplementedError(f"{self.kernel} has no shares")
-
-    @property
-    def left_numbers(self) -> int:
-        """What a share leaves: of each row its sums and statistics."""
-        raise NotImplementedError(f"{self.kernel} has no shares")
-
-    @property
     def queries(self) -> int:
         """Queries whose rows fill a tile."""
         return self.tile_m // self.slots
@@ -172,30 +162,14 @@ class ForwardTiling(Tiling):
         return self.tile_n // self.parts, self.dv
 
     @property
+    def sum_columns(self) -> int:
+        """Columns of the output as it is summed."""
+        return self.dv
+
+    @property
     def output_columns(self) -> int:
         """Columns of the output that one copy takes."""
         return self.dv
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowForwardTiling(ForwardTiling):
-    """Products lie in memory of the tensor core, a row a thread, in `query_tiles`; each has `score_places` there.
-
-    The first `early_keys` probabilities of a row are stored, and multiplied, before the others are there.
-    `maximum_by_load`: where scores are neither changed nor tested, their load says which is the largest.
-    """
-
-    query_tiles: int
-    score_places: int
-    k_stages: int
-    v_stages: int
-    early_keys: int
-    maximum_by_load: bool
-
-    @property
-    @abc.abstractmethod
-    def first_output(self) -> int:
-        """The column of the unit's memory where the outputs of all query tiles begin, one after the other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,11 +219,6 @@ class BackwardTiling(Tiling):
         """Whether the last section goes the other way."""
         return self.heads_at_last is not None
 
-    @property
-    def cuts_heads(self) -> bool:
-        """Whether a piece of a tile of keys is some of the heads of its group, else it is some of its queries."""
-        return self.ends_backwards or self.heads_a_piece > 0
-
     def flags(self, tiles: Any) -> Any:
         """Numbers in device memory that say what is done to dQ of a head, of so many tiles."""
         return int(self.clears) + self.claimed_parts * tiles
@@ -258,37 +227,3 @@ class BackwardTiling(Tiling):
     def block_keys(self) -> int:
         """Keys of a tile that one block has."""
         return self.tile_n // self.sharing
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowBackwardTiling(BackwardTiling):
-    """Products lie in memory of the tensor core, a row a thread: `groups` of threads share the queries of a tile.
-
-    `dq_at_once`: columns of a row of dQ that a thread has in registers, which leave in parts of `dq_part` through two
-    buffers. `distances`: numbers in shared memory through which sums of gradients by distance pass.
-    """
-
-    groups: int = 2
-    dq_at_once: int
-    dq_part: int = 32
-    distances: int = 0
-
-    @property
-    @abc.abstractmethod
-    def columns(self) -> Any:
-        """Where scores, gradients, dv, dk and dq lie in the unit's memory: `first`, `count`, `stop` of each."""
-
-    @property
-    def queries(self) -> int:
-        """Queries of a tile that a thread with a key has."""
-        return self.tile_m // self.groups
-
-    @property
-    def strip(self) -> int:
-        """How many of these queries lie side by side; groups of threads have such strips in turns."""
-        return self.queries
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile that a thread with a query has."""
-        return self.tile_n // self.groups

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
 
 from ....analysis.bands import mirrored, residual
-from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
-from ....analysis.program import Program
 from ....analysis.tile_lists import Extent
 from ....call.problem import Problem
 from ....graph.expr import Dep, Expr, Rate, walk
 
 OF_HEADS = {Rate.CONSTANT, Rate.HEAD}  # alike for all pairs of a head
+ALONG_KEYS = {Rate.COLUMN, Rate.ELEMENT}  # at each key, of all queries or of each
 
 
 def padded(d: int) -> int:
@@ -25,27 +22,6 @@ def reads(graph: Expr | None, rates: Iterable[Rate] = Rate) -> list[Expr]:
     """Reads of tensors, whose positions change so."""
     nodes = () if graph is None else walk(graph)
     return [n for n in nodes if n.op == "read" and n.rate in rates]
-
-
-def reads_pairs(graph: Expr | None, of_heads: bool = False) -> bool:
-    """Whether a tensor is read at (q, kv); `of_heads`: and elsewhere for each head."""
-    return any(node.deps & Dep.H or not of_heads for node in reads(graph, (Rate.ELEMENT,)))
-
-
-def reads_along_keys(graph: Expr | None) -> bool:
-    """Whether a tensor is read at each key, of all queries or of each."""
-    return bool(reads(graph, (Rate.COLUMN, Rate.ELEMENT)))
-
-
-def bytes_at_pairs(graph: Expr | None) -> float:
-    """Bytes read for each (q, kv) from where it lies; without end where some are read elsewhere, as at distances."""
-    found = reads(graph, (Rate.ELEMENT,))
-    return sum(n.attr.tensor.element_size() if pattern_of(n) is Pattern.PAIR else math.inf for n in found)
-
-
-def reads_any(graph: Expr | None) -> bool:
-    """Whether a tensor is read at all."""
-    return bool(reads(graph))
 
 
 def depends(graph: Expr | None, on: Dep) -> bool:
@@ -60,23 +36,12 @@ def has_costly_test(mask: Expr | None) -> bool:
 
 def has_plain_part(mask: Expr) -> bool:
     """Whether it is a condition on positions, and others, as of causal documents."""
-    return any(map(has_plain_part, mask.args)) if mask.op == "and" else not reads_any(mask)
-
-
-def has_opaque_test(program: Program) -> bool:
-    """Whether the mask has a condition on (q, kv) that is no bound on kv."""
-    return residual(program.mask).opaque
+    return any(map(has_plain_part, mask.args)) if mask.op == "and" else not reads(mask)
 
 
 def bounds_queries(mask: Expr | None) -> bool:
     """Whether bounds on queries say which of them see a key; documents have such, a table of pairs has none."""
     return mask is None or not residual(mirrored(mask)).opaque
-
-
-def sums_by(program: Program, *patterns: Pattern) -> bool:
-    """Whether the kernel sums the gradient of a tensor along such a pattern."""
-    groups = program.reads.values() if isinstance(program, GradientProgram) else ()
-    return any(read.pattern in patterns for read in itertools.chain(*groups))
 
 
 def queries(problem: Problem) -> int:
@@ -89,11 +54,6 @@ def keys(problem: Problem) -> int:
     """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
     layout = problem.layout
     return (layout.max_kv_len or -(-problem.kv_len // problem.batch)) if layout.kv == "packed" else problem.kv_len
-
-
-def weighs_keys(program: Program) -> bool:
-    """Whether values of 8 bits are multiplied by numbers of their keys, which go into weights behind their sum."""
-    return depends(program.values, Dep.KV)
 
 
 def extent_of(problem: Problem) -> Extent:

@@ -1,7 +1,7 @@
 """After the backward kernel: the fp32 sums of dQ, scaled and rounded, into the tensor."""
 
 import abc
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import cutlass.cute as cute
 from cutlass import const_expr
@@ -16,13 +16,11 @@ from .....primitives.swizzled_tiles import tile_layout
 from ...planning.arguments import PostprocessArguments
 from ...planning.plan_backward import AnyTiling, PostprocessPlan
 from ...tiles.architecture import Kernel
-from ...tiles.tiling import RowBackwardTiling
 from ..chain import overlaps, wait_for_former
 from ..rounding import Exit, RowSums, Sums, is_first_warp
 from .sink_sums import SinkSums
 
 COLUMNS = 32  # of dQ in a thread's registers
-AnyRowTiling = TypeVar("AnyRowTiling", bound=RowBackwardTiling)
 
 
 class Postprocess(Kernel, Generic[AnyTiling]):
@@ -118,10 +116,10 @@ class Postprocess(Kernel, Generic[AnyTiling]):
         return cute.make_tensor(whole.iterator + tile % self.parts * size, cute.make_layout(size))
 
 
-class RowPostprocess(Postprocess[AnyRowTiling]):
+class RowPostprocess(Postprocess[AnyTiling]):
     """Rounds sums that lie one row per thread, four columns together (`DqRows`): a group has `COLUMNS` of them."""
 
-    def __init__(self, plan: PostprocessPlan[AnyRowTiling]):
+    def __init__(self, plan: PostprocessPlan[AnyTiling]):
         super().__init__(plan)
         self.groups = plan.tiling.d // COLUMNS
 

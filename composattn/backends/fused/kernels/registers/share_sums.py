@@ -9,7 +9,7 @@ from .....primitives.register_chunks import THREADS, load_part, store_part
 from .....primitives.stream_k import StreamK
 from .....primitives.turns import publish_if, put_if, wait_for
 from .....primitives.values import Fixed
-from ...tiles.tiling import STATISTICS
+from ...planning.plan import STATISTICS
 
 
 class ShareSums(Fixed):

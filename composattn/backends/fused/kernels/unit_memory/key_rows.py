@@ -15,7 +15,6 @@ from .....primitives.pipelines import Slot
 from .....primitives.register_chunks import THREADS, store_part
 from .....primitives.score_tile import FragmentShape, ScoreTile
 from .....primitives.values import Fixed, narrow, narrowed
-from ...tiles.tiling import RowBackwardTiling
 from ..key_tile import KeyGroup, KeyTile, RowStatistic
 from ..rounding import put_row
 from .matrix_memory import MatrixMemory
@@ -31,7 +30,7 @@ class KeyRows(KeyGroup):
     that dK and dV are complete; and hears by `probabilities` and `scores_done` that P and dS are over them.
     """
 
-    tiling: RowBackwardTiling
+    tiling: Any  # of the architecture whose unit it is
     apart = 0
 
     def __init__(self, kernel: Any, block: Any, memory: MatrixMemory, thread: Any, shape: FragmentShape):

@@ -1,5 +1,7 @@
 """The softmax of a forward whose scores lie in memory of the tensor core, a row a thread; probabilities go there."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
@@ -8,8 +10,7 @@ from .....primitives.online_softmax import OnlineSoftmax, largest_scores
 from .....primitives.pipelines import Slot
 from .....primitives.score_tile import ScoreTile
 from .....primitives.values import narrow
-from ...tiles.tiling import RowForwardTiling
-from ...tiles.traits import reads_any
+from ...tiles.traits import reads
 from ..forward import Role
 from ..query_rows import QueryRows
 from .query_tile import QueryTile, of_tile
@@ -50,7 +51,7 @@ class Softmax(Role):
         return place, of_sum.next()
 
 
-class SoftmaxRow(QueryRows[RowForwardTiling]):
+class SoftmaxRow(QueryRows[Any]):
     """A thread's row of a work tile.
 
     Of each kv tile: scores | factor to the correction | first probabilities to tensor memory | the others | their sum
@@ -61,7 +62,7 @@ class SoftmaxRow(QueryRows[RowForwardTiling]):
         row = work.m * role.tiling.tile_m + me.number * me.rows + me.row
         super().__init__(role.tiling, kernel.fragment, kernel.heads, kernel.mods, work, leaves, row, Int32(0))
         self.me, self.memory, self.block, self.kernel = me, me.memory, role.block, kernel
-        self.reads = reads_any(kernel.plan.program.score)
+        self.reads = bool(reads(kernel.plan.program.score))
         # what is read ahead for a tile that another step then has would be read twice
         self.bends = kernel.mods.steepest is not None and not self.reads
         highest, units = kernel.plan.return_max_scores, role.tiling.exponential
