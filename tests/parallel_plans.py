@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from composattn.analysis.bands import exchanged
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.tiles.coverage import exchanged, mirror
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.fused.tiles.work import visits_now
 from composattn.call.problem import Problem
@@ -35,7 +35,9 @@ def planned(mask: Mask, queries: int, keys: int) -> PlannedTiles:
     forward, backward = plan_forward(problem, program, HOPPER), plan_backward(problem, program, HOPPER).main
     tiling = forward.tiling
     of_queries = visits_now(problem, program.intervals, tiling.queries, tiling.tile_n)
-    of_keys = visits_now(mirror(problem), exchanged(backward.intervals), backward.tiling.tile_n, backward.tiling.tile_m)
+    of_keys = visits_now(
+        problem.mirrored, exchanged(backward.intervals), backward.tiling.tile_n, backward.tiling.tile_m
+    )
     assert of_queries is not None and of_keys is not None
     return PlannedTiles((tiling, backward.tiling), int(of_queries.sum()) * 32, int(of_keys.sum()) * 32)
 

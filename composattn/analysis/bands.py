@@ -62,6 +62,11 @@ class TileInterval:
         return TileInterval(*(substitute(e, leaves) for e in self.ends))
 
 
+def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
+    """With queries and keys exchanged, as the mirrored problem has them."""
+    return tuple(i.mapped({index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}) for i in intervals)
+
+
 _ZERO, _Q, _KV_LEN = const(0), index("q"), index("kv_len")
 
 EVERYTHING = (TileInterval(_ZERO, _KV_LEN, _ZERO, _KV_LEN),)

@@ -140,6 +140,21 @@ class Problem:
         return self.q_heads // self.kv_heads
 
     @property
+    def queries(self) -> int:
+        """Queries of a sequence: packed, the most that any has if that is known, else the average."""
+        return (self.layout.max_q_len or -(-self.q_len // self.batch)) if self.layout.q == "packed" else self.q_len
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
+        return (self.layout.max_kv_len or -(-self.kv_len // self.batch)) if self.layout.kv == "packed" else self.kv_len
+
+    @property
+    def mirrored(self) -> Problem:
+        """With queries and keys exchanged."""
+        return dataclasses.replace(self, q_len=self.kv_len, kv_len=self.q_len, layout=self.layout.mirrored)
+
+    @property
     def types(self) -> ElementTypes:
         """Element types of q, k, v and the output."""
         return ElementTypes.all_of(self.dtype) if self.narrow is None else ElementTypes(*self.narrow, self.dtype)

@@ -127,3 +127,17 @@ def test_calls_of_a_kind_have_the_same_words() -> None:
         "forward, any order, dense, D 64, no score mod, bounds on positions, up to two rounds, "
         "a row sees up to 256 of up to 512 keys"
     )
+
+
+def test_a_fact_is_found_once_and_only_when_it_is_asked_for() -> None:
+    asked: list[str] = []
+    call = Facts({"twice": lambda f: asked.append("twice") or 2 * f.once, "once": lambda f: asked.append("once") or 1})
+    assert asked == [] and (call.twice, call.twice, asked) == (2, 2, ["twice", "once"])
+    assert call.but(once=3).twice == 6
+
+
+def test_what_no_finder_knows_is_of_the_problem_the_gpu_or_the_schedule() -> None:
+    call = classed(kv_heads=8, schedule=Schedule(split_kv=3))
+    assert (call.group, call.sms, call.split_kv) == (4, HOPPER.sms, 3)
+    with pytest.raises(AttributeError, match="no attribute 'tiles_of_what'"):
+        _ = call.tiles_of_what

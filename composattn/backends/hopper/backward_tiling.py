@@ -129,11 +129,6 @@ class HopperBackwardTiling(BackwardTiling):
         return self.d // self.part_columns if self.dq_apart else self.warpgroups * self.sharing
 
     @property
-    def dq_numbers(self) -> int:
-        """Numbers of shared memory through which dQ leaves in bulk: a buffer for each warpgroup."""
-        return self.tile_m * self.d
-
-    @property
     def statistic_stride(self) -> int:
         """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
         return -(-self.tile_m // 32) * 32
@@ -144,13 +139,13 @@ class HopperBackwardTiling(BackwardTiling):
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         rows = self.statistic_stride * (self.q_stages + (self.do_stages, self.q_stages)[self.shared_keys])
         front = -(-(512 + 4 * rows) // 1024) * 1024
-        numbers = self.tile_m * self.tile_n * self.shared_keys + self.dq_numbers * self.dq_in_bulk + self.distances
+        numbers = self.tile_m * self.tile_n * self.shared_keys + self.tile_m * self.d * self.dq_in_bulk + self.distances
         return element_bytes * (stationary * (1 + self.results_apart) + moving) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
         leaves = ROWS * max(self.d, self.dv) * (self.persistent and self.dq_in_bulk)
-        return self.dq_numbers >= leaves and super().fits(target)
+        return self.tile_m * self.d >= leaves and super().fits(target)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from ...analysis.program import Program
 from ...call.problem import Problem
 from ...graph.expr import Dep
 from ..fused.tiles.tiling import slots
-from ..fused.tiles.traits import queries
 from .tiling import ROWS
 
 E4M3 = torch.float8_e4m3fn
@@ -23,7 +22,7 @@ def multiplies_eight_bits(problem: Problem) -> bool:
     have kernels of 16 bits.
     """
     types, dims = problem.types, (problem.head_dim, problem.head_dim_v)
-    few = queries(problem) * slots(problem.group) <= ROWS
+    few = problem.queries * slots(problem.group) <= ROWS
     return (
         types[:3] == (E4M3, E4M3, E4M3)
         and types.out in (torch.bfloat16, torch.float16)

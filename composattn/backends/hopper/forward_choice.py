@@ -22,7 +22,6 @@ from ..fused.tiles.few_queries import best_cut, packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, fitting, key_tiles, query_tiles, slots, whole_pages
-from ..fused.tiles.traits import queries
 from .fp8_tiling import choose_fp8
 from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
@@ -290,4 +289,4 @@ def _wide(call: Facts) -> WideTiling:
 
 def _rows(call: Facts) -> int:
     """At most how many rows of a tile are queries' heads; of packed sequences tensors say how many there are."""
-    return ROWS if call.problem.layout.q != "dense" else min(ROWS, queries(call.problem) * slots(call.heads))
+    return ROWS if call.problem.layout.q != "dense" else min(ROWS, call.queries * slots(call.heads))

@@ -115,9 +115,10 @@ class HopperBackwardBlock(Fixed):
         # dQ on its way out, in the order of registers, a warpgroup's part after the other's
         self.sdQ = None
         if tiling.dq_in_bulk:
-            room = smem.allocate_array(Float32, tiling.dq_numbers, byte_alignment=1024)
-            self.sdQ = cute.make_tensor(room, cute.make_layout(tiling.dq_numbers))
-            self.part = tiling.dq_numbers // self.parts
+            numbers = tiling.tile_m * tiling.d  # a buffer for each warpgroup
+            room = smem.allocate_array(Float32, numbers, byte_alignment=1024)
+            self.sdQ = cute.make_tensor(room, cute.make_layout(numbers))
+            self.part = numbers // self.parts
             self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
         self.sLines = None
         if tiling.distances:

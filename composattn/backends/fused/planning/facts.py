@@ -31,9 +31,7 @@ from ..tiles.traits import (
     depends,
     has_costly_test,
     has_plain_part,
-    keys,
     padded,
-    queries,
     reads,
 )
 from ..tiles.work import captured_decide
@@ -179,7 +177,6 @@ OF_ANY: Finders = {
     # rows of k and v in memory are whole sectors of 32 bytes; a tile's copy takes up to twice as long where not
     "sectors": _sectors,
     "packs": lambda f: f.heads > 1,
-    "keys": lambda f: keys(f.problem),
     "mods": lambda f: _kind(MODS, (*MODS,), f),
     "scored": lambda f: f.program.score is not None,
     "reads_along_keys": lambda f: bool(reads(f.program.score, ALONG_KEYS)),
@@ -207,7 +204,7 @@ def _equal_rounds(f: Facts, rows: int) -> int:
 
 def _pairs(f: Facts, rows: int, columns: int) -> int:
     """Pairs of a head of a sequence, in whole tiles."""
-    return -(-queries(f.problem) // rows) * rows * key_tiles(f.problem, columns) * columns
+    return -(-f.queries // rows) * rows * key_tiles(f.problem, columns) * columns
 
 
 # `seen`: keys that a row sees in the mean, `length`: those of a sequence, both as upper ends of `BANDS`. `fills`: tiles
@@ -221,7 +218,7 @@ FORWARD: Finders = {
     "apart": lambda f: has_segments_apart(f.problem, f.program),
     "bounds_read": lambda f: captured_decide(f.visited),
     "mask": lambda f: _kind(MASKS, OF_QUERIES, f),
-    "few": lambda f: queries(f.problem) * slots(f.heads) <= f.rows,
+    "few": lambda f: f.queries * slots(f.heads) <= f.rows,
     "tiles": lambda f: query_tiles(f.problem, f.heads, f.rows) * f.problem.batch,
     "work": lambda f: "few_rows" if f.few else _rounds(f),
     "seen": lambda f: band(f.keys if f.few else keys_of_a_query(f.problem, f.visited)),
@@ -248,7 +245,7 @@ BACKWARD: Finders = {
     "tiles": lambda f: key_tiles(f.problem, f.rows) * f.problem.kv_heads * f.problem.batch,
     "work": _rounds,
     "seen": lambda f: band(queries_of_a_key(f.problem, f.program)),
-    "length": lambda f: band(queries(f.problem)),
+    "length": lambda f: band(f.queries),
     "fills": lambda f: not f.problem.layout.is_dense or _filled(f, 128) * 10 <= 11 * _filled(f, 64),
     "thirds": lambda f: _filled(f, 80) / max(1, _filled(f, 64)),
 }

@@ -30,7 +30,7 @@ from ..tiles.few_queries import splits
 from ..tiles.segments import segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import Chosen, ForwardTiling, Tiling
-from ..tiles.traits import extent_of, queries
+from ..tiles.traits import extent_of
 from ..tiles.work import WorkTables, entries
 from .order import Tiles
 
@@ -318,7 +318,7 @@ def forward_of(
     problem, program, target = posed.problem, posed.program, posed.target
     architecture_of(target).check(problem, program)
     tiling, why = chosen_forward(posed) if tiling is None else Chosen(tiling, "")
-    if tiling.most_rows < min(tiling.tile_m, queries(problem) * tiling.slots):
+    if tiling.most_rows < min(tiling.tile_m, problem.queries * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists
     strips = problem.layout.strips

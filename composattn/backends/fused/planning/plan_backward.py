@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from ....analysis.bands import EVERYTHING, TileInterval, ends_of
+from ....analysis.bands import EVERYTHING, TileInterval, ends_of, exchanged
 from ....analysis.derived import Derived
 from ....analysis.program import Program
 from ....analysis.row_limits import RowLimits
@@ -20,7 +20,6 @@ from ....primitives.segment_entry import metadata_numbers
 from ..rewrites import rewritten
 from ..rewrites.posed import Posed
 from ..tiles.architecture import architecture_of
-from ..tiles.coverage import exchanged, mirror
 from ..tiles.segments import Segments, segments_of
 from ..tiles.target import Target
 from ..tiles.tiling import BackwardTiling, Chosen
@@ -182,7 +181,7 @@ def backward_of(
     of_keys = segments or (exchanged(intervals) if lists is None else None)
     strips = problem.layout.sharing
     tiles = Tiles(
-        mirror(problem), of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic, strips
+        problem.mirrored, of_keys, chosen.tile_n, chosen.tile_m, problem.kv_heads, at_once, True, deterministic, strips
     )
     order, keys = tiles.ordered()
     rows, metadata = _order_of_rows(problem, chosen, segments), None
@@ -190,7 +189,7 @@ def backward_of(
         metadata, intervals, ends = segments.reads, (), ends_of((), limits)
     check_blocks(problem, entries(problem, chosen.tile_m) * problem.q_heads * chosen.sharing)
     pieces = 1 if cut is None else cut.pieces
-    check_blocks(problem, entries(mirror(problem), chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
+    check_blocks(problem, entries(problem.mirrored, chosen.tile_n) * problem.kv_heads * chosen.sharing * pieces)
     main = BackwardPlan(
         target=target,
         dtype=problem.dtype,
@@ -277,7 +276,7 @@ def _cut(
     few_are_left = 0 < tiles % at_once <= at_once // 2 and not deterministic
     if tiles > MANY * at_once and not few_are_left:
         return None, tiling
-    visits = fixed_visits(mirror(problem), exchanged(intervals), tiling.tile_n, tiling.tile_m)
+    visits = fixed_visits(problem.mirrored, exchanged(intervals), tiling.tile_n, tiling.tile_m)
     if visits is None:
         return None, tiling
     repeats = problem.kv_heads * (problem.batch if visits.shape[0] == 1 else 1)

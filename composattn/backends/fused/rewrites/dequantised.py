@@ -11,7 +11,6 @@ import dataclasses
 
 from ....call.eight_bits import EIGHT_BITS
 from ..tiles.architecture import architecture_of
-from ..tiles.traits import queries
 from .posed import Found, Nothing, Posed, Rewritten
 
 # Rows of a key/value head from which the pass pays. For 8 heads of D 128 it takes 15 µs of 8k keys, 54 of 32k (one
@@ -29,7 +28,7 @@ def dequantised(posed: Posed) -> Found:
     architecture = architecture_of(posed.target)
     if architecture.refuses_eight_bits(problem, posed.program):
         return Nothing()
-    rows = queries(problem) * problem.group
+    rows = problem.queries * problem.group
     if rows < MANY and architecture.reads_eight_bits:
         return Nothing(f"{rows} rows read each key, of fewer than {MANY} a kernel makes 16 bits where it needs them")
     wide = dataclasses.replace(problem, narrow=None)

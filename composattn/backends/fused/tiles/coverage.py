@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ....analysis.bands import TileInterval
+from ....analysis.bands import TileInterval, exchanged
 from ....analysis.program import Program
 from ....analysis.tile_lists import QueryLists, reason_for_lists
 from ....call.problem import DENSE, Problem
@@ -40,7 +40,7 @@ def end_together(problem: Problem, program: Program) -> bool:
     bound = bounds_queries(program.mask) and problem.layout.is_dense and problem.kv_len > 0
     if len(visited) != 1 or by_head or not bound:
         return False
-    visits = fixed_visits(mirror(problem), visited, 128, 1)
+    visits = fixed_visits(problem.mirrored, visited, 128, 1)
     return visits is not None and bool((visits[:, 0] == problem.q_len).all() and (visits.diff() <= 0).all())
 
 
@@ -61,19 +61,9 @@ def has_documents_apart(problem: Problem, program: Program) -> bool:
     return reason_for_lists(QueryLists, program.mask, extent_of(problem), (128, 128)) is None
 
 
-def mirror(problem: Problem) -> Problem:
-    """With queries and keys exchanged."""
-    return dataclasses.replace(problem, q_len=problem.kv_len, kv_len=problem.q_len, layout=problem.layout.mirrored)
-
-
-def exchanged(intervals: tuple[TileInterval, ...]) -> tuple[TileInterval, ...]:
-    """Intervals with queries and keys exchanged, as the mirrored problem has them."""
-    return tuple(i.mapped({index("q_len"): index("kv_len"), index("kv_len"): index("q_len")}) for i in intervals)
-
-
 def queries_of_a_key(problem: Problem, program: Program) -> float:
     """How many queries visit a tile of 128 keys, on average, see `keys_of_a_query`."""
-    return keys_of_a_query(mirror(problem), exchanged(program.of_keys[0]))
+    return keys_of_a_query(problem.mirrored, exchanged(program.of_keys[0]))
 
 
 def keys_of_a_query(problem: Problem, intervals: tuple[TileInterval, ...]) -> float:

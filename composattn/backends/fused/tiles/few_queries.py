@@ -12,7 +12,7 @@ from ....errors import InvalidSchedule
 from ....graph.expr import Dep
 from .target import Target
 from .tiling import ForwardTiling, key_tiles, query_tiles, slots
-from .traits import depends, keys, queries
+from .traits import depends
 
 Time = Callable[[int], float]  # what a call takes by the number of parts its keys are cut into
 
@@ -47,7 +47,7 @@ def packed_heads(problem: Problem, program: Program, rows: int) -> int:
 
 def _tiles(problem: Problem, heads: int, rows: int) -> int:
     """Query tiles of all heads of a batch entry."""
-    return query_tiles(problem, heads, rows if queries(problem) * slots(heads) <= rows else 2 * rows)
+    return query_tiles(problem, heads, rows if problem.queries * slots(heads) <= rows else 2 * rows)
 
 
 def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
@@ -60,7 +60,7 @@ def best_cut(problem: Problem, tiling: ForwardTiling, target: Target) -> tuple[i
     """The parts that are asked for, or the fewest by which a call takes least; and that time, in a unit of its own."""
     work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
     tiles = key_tiles(problem, tiling.tile_n)
-    reads = tiling.tile_m < 128 and queries(problem) * tiling.slots <= tiling.tile_m
+    reads = tiling.tile_m < 128 and problem.queries * tiling.slots <= tiling.tile_m
     time = (_reading if reads else _computing)(problem, tiling, target, work, tiles)
     asked, most = problem.schedule.split_kv, max(1, min(MOST_SPLITS, tiles if reads else tiles // 2))
     best = min(range(1, most + 1), key=time) if asked == "auto" else asked
@@ -76,7 +76,7 @@ def _computing(problem: Problem, tiling: ForwardTiling, target: Target, work: in
     A small tile that is one of many takes as much less as it is smaller than 128 queries and keys.
     """
     each = tiling.tile_m * tiling.tile_n / 128**2 if tiling.tile_m < 128 and work > target.sms else 1.0
-    part = 8 * queries(problem) * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
+    part = 8 * problem.queries * problem.batch * problem.q_heads * tiling.dv / 5e6  # fp32, written and read
 
     def time(parts: int) -> float:
         rounds = -(-work * parts // target.sms)
@@ -106,7 +106,7 @@ def _reading(problem: Problem, tiling: ForwardTiling, target: Target, work: int,
     """
     types, blocks = problem.types, tiling.blocks
     row = tiling.d * types.k.itemsize + tiling.dv * types.v.itemsize
-    lies_in_l2 = problem.batch * problem.kv_heads * keys(problem) * row <= KEPT
+    lies_in_l2 = problem.batch * problem.kv_heads * problem.keys * row <= KEPT
     # a tile of keys for each SM, and one for one block with all of the memory's rate
     tile = tiling.tile_n * row * target.sms / (OF_RATE * target.memory_rate * 1e3 * (OF_L2 if lies_in_l2 else 1.0))
     softmax = EIGHT_ROWS if tiling.most_rows < tiling.tile_m else ALL_ROWS

@@ -12,7 +12,6 @@ from ....primitives.exponential_units import HARDWARE, ExponentialUnits
 from ....primitives.rescale_threshold import BY_LOG2_ALONE, RescaleThreshold
 from .scheduler import Scheduler
 from .target import Target
-from .traits import keys, queries
 
 AnyTiling = TypeVar("AnyTiling", bound="Tiling")
 SAID = {"kernel", "tile_m", "tile_n", "d", "dv", "heads_together", "packed_heads", "exponential", "scheduler",
@@ -88,12 +87,12 @@ def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
 
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:
     """How many tiles of so many rows a batch entry has; `heads` of a key/value head share them."""
-    return -(-queries(problem) * slots(heads) // rows) * (problem.q_heads // heads)
+    return -(-problem.queries * slots(heads) // rows) * (problem.q_heads // heads)
 
 
 def key_tiles(problem: Problem, columns: int) -> int:
     """How many tiles of so many keys a sequence has."""
-    return -(-keys(problem) // columns)
+    return -(-problem.keys // columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

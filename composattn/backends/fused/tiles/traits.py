@@ -1,4 +1,4 @@
-"""The facts of a call that tilings depend on: lengths, and what its mods read and test."""
+"""The facts of a call that tilings depend on: what its mods read and test, how long its sequences are."""
 
 from __future__ import annotations
 
@@ -42,18 +42,6 @@ def has_plain_part(mask: Expr) -> bool:
 def bounds_queries(mask: Expr | None) -> bool:
     """Whether bounds on queries say which of them see a key; documents have such, a table of pairs has none."""
     return mask is None or not residual(mirrored(mask)).opaque
-
-
-def queries(problem: Problem) -> int:
-    """Queries of a sequence: packed, the most that any has if that is known, else the average."""
-    layout = problem.layout
-    return (layout.max_q_len or -(-problem.q_len // problem.batch)) if layout.q == "packed" else problem.q_len
-
-
-def keys(problem: Problem) -> int:
-    """Keys of a sequence, by the rule of `queries`; in pages, as many as the page table has room for."""
-    layout = problem.layout
-    return (layout.max_kv_len or -(-problem.kv_len // problem.batch)) if layout.kv == "packed" else problem.kv_len
 
 
 def extent_of(problem: Problem) -> Extent:
