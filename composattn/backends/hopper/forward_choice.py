@@ -79,11 +79,7 @@ class Cut(NamedTuple):
 
 
 # those that compete
-FORMS = tuple(
-    ForwardForm.named(says)
-    for says in dict.fromkeys(row.says for row in TABLES["forms"])
-    if says not in ("wide", "few")
-)
+FORMS = tuple(dict.fromkeys(ForwardForm.named(row.says) for row in TABLES["forms"] if row.says not in ("wide", "few")))
 FINDERS: Finders = {
     **FORWARD,
     "head_bytes": lambda f: 2 * f.keys * sum(f.dims),  # of a head's keys and values
@@ -129,13 +125,9 @@ def _takes_less(apart: Facts, together: Facts) -> bool:
     def time(call: Facts) -> int:
         block = _block(form, call, less=False)
         a_round = max(1, call.target.sms * block.blocks * (call.program.mask is None))
-        return -(-_tiles(call, ROWS * block.warpgroups) // a_round) * (block.warpgroups + 2)
+        return -(-query_tiles(call.problem, call.heads, ROWS * block.warpgroups) // a_round) * (block.warpgroups + 2)
 
     return most > 0 and time(together) <= most * time(apart)
-
-
-def _tiles(call: Facts, rows: int) -> int:
-    return query_tiles(call.problem, call.heads, rows) * call.problem.batch
 
 
 def _block(form: ForwardForm, call: Facts, less: bool) -> Block:
@@ -195,7 +187,7 @@ def _tiling_of(form: ForwardForm, call: Facts) -> HopperTiling:
         block = _block(form, call, less=True)
     rows = ROWS * block.warpgroups
     cut = {"warpgroups": block.warpgroups, "blocks": block.blocks, "guesses": form.guesses, "kind": form.kind}
-    rounds = _tiles(call, rows) / call.target.sms
+    rounds = query_tiles(call.problem, call.heads, rows) / call.target.sms
     stays = first(TABLES["stays"], call, form=form.stays, block=block.stays, rounds=rounds)
     stages, resident, steps, columns = (
         first(TABLES[name], call, stays=stays, **cut) for name in ("stages", "resident", "steps", "columns")
@@ -233,7 +225,7 @@ def _filled(call: Facts, block: Block, tiling: HopperTiling) -> HopperTiling:
 
 def _shares(call: Facts, tiling: HopperTiling) -> bool:
     """Whether blocks share the last rounds of equal tiles, where one of them would leave many idle for long."""
-    sms, tiles = call.target.sms, _tiles(call, tiling.tile_m)
+    sms, tiles = call.target.sms, query_tiles(call.problem, call.heads, tiling.tile_m)
     return bool(first(
         TABLES["shares"], call, warpgroups=tiling.warpgroups, draws=tiling.scheduler.draws,
         frees_queries=tiling.frees_queries, rounds=tiles / sms,

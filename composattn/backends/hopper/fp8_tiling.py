@@ -90,7 +90,7 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     beside = any((reads(rest, ALONG_KEYS), call.mask_reads, program.keep, call.opaque))
     kept = first(TABLES["fp8_kept"], None, reads=beside, by_key=scales.by_key > 0, scored=rest is not None)
     form = row_of(TABLES["fp8"], call, mods_keep=kept, runs=scales.keys)
-    rounds = query_tiles(problem, call.heads, form.says["tile_m"]) * problem.batch / target.sms
+    rounds = query_tiles(problem, call.heads, form.says["tile_m"]) / target.sms
     tiling = Fp8Tiling(
         **form.says,
         d=call.d,

@@ -199,7 +199,7 @@ OF_ANY: Finders = {
 def _equal_rounds(f: Facts, rows: int) -> int:
     """Tiles of so many rows, with no mask in whole rounds: equal tiles end together."""
     a_round = max(1, f.target.sms * (f.program.mask is None))
-    return -(-query_tiles(f.problem, f.heads, rows) * f.problem.batch // a_round)
+    return -(-query_tiles(f.problem, f.heads, rows) // a_round)
 
 
 def _pairs(f: Facts, rows: int, columns: int) -> int:
@@ -219,7 +219,7 @@ FORWARD: Finders = {
     "bounds_read": lambda f: captured_decide(f.visited),
     "mask": lambda f: _kind(MASKS, OF_QUERIES, f),
     "few": lambda f: f.queries * slots(f.heads) <= f.rows,
-    "tiles": lambda f: query_tiles(f.problem, f.heads, f.rows) * f.problem.batch,
+    "tiles": lambda f: query_tiles(f.problem, f.heads, f.rows),
     "work": lambda f: "few_rows" if f.few else _rounds(f),
     "seen": lambda f: band(f.keys if f.few else keys_of_a_query(f.problem, f.visited)),
     "length": lambda f: band(f.keys),

@@ -46,7 +46,7 @@ def packed_heads(problem: Problem, program: Program, rows: int) -> int:
 
 
 def _tiles(problem: Problem, heads: int, rows: int) -> int:
-    """Query tiles of all heads of a batch entry."""
+    """Query tiles of all heads."""
     return query_tiles(problem, heads, rows if problem.queries * slots(heads) <= rows else 2 * rows)
 
 
@@ -58,7 +58,7 @@ def splits(problem: Problem, tiling: ForwardTiling, target: Target) -> int:
 
 def best_cut(problem: Problem, tiling: ForwardTiling, target: Target) -> tuple[int, float]:
     """The parts that are asked for, or the fewest by which a call takes least; and that time, in a unit of its own."""
-    work = query_tiles(problem, tiling.packed_heads, tiling.tile_m) * problem.batch
+    work = query_tiles(problem, tiling.packed_heads, tiling.tile_m)
     tiles = key_tiles(problem, tiling.tile_n)
     reads = tiling.tile_m < 128 and problem.queries * tiling.slots <= tiling.tile_m
     time = (_reading if reads else _computing)(problem, tiling, target, work, tiles)

@@ -86,8 +86,8 @@ def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
 
 
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:
-    """How many tiles of so many rows a batch entry has; `heads` of a key/value head share them."""
-    return -(-problem.queries * slots(heads) // rows) * (problem.q_heads // heads)
+    """How many tiles of so many rows a call has; `heads` of a key/value head share them."""
+    return -(-problem.queries * slots(heads) // rows) * (problem.q_heads // heads) * problem.batch
 
 
 def key_tiles(problem: Problem, columns: int) -> int:
