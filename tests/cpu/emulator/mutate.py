@@ -93,6 +93,16 @@ def _turned(text: str) -> str:
     return text.replace(".trans", "") if ".trans" in text else re.sub(r"\.x([124])", r".x\1.trans", text, count=1)
 
 
+def _matrix_further(text: str) -> str:
+    """Matrices read 16 bytes further on."""
+    return re.sub(r"\[([%\w$]+)(?:\s*\+\s*(-?\d+))?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + 16}]", text, count=1)
+
+
+def _turn_taken(text: str) -> str:
+    """A number in memory for which others wait is read as one that is large enough."""
+    return re.sub(r"ld\.acquire[\w.]*\s+([%\w$]+),[^;]*;", r"mov.b32 \1, 2147483647;", text)
+
+
 def _further(text: str) -> str:
     """A matrix descriptor one step of 16 bytes further on."""
     return re.sub(r", (\d+)\s*;$", lambda m: f", {int(m[1]) + 1};", text)
@@ -131,6 +141,11 @@ KINDS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("copy dropped", r"cp\.async\.c[ag]", lambda t: ""),
     ("operands exchanged", r"mma\.sync", _lefts_exchanged),
     ("matrix turned", r"ldmatrix", _turned),
+    ("matrix elsewhere", r"ldmatrix", _matrix_further),
+    ("value not put", r"st\.shared\.b32", lambda t: ""),
+    ("sum dropped", r"red\.[\w.]*\.f32", lambda t: ""),
+    ("turn not awaited", r"ld\.acquire", _turn_taken),
+    ("turn not passed", r"red\.[\w.]*\.s32", lambda t: ""),
     ("comparison off by one", r"setp\.(l[tes]|g[te]|lo|h[is])\.[su]\d", _other_side),
 )
 
@@ -140,6 +155,8 @@ TIMELESS = {
     "copy dropped",
     "operands exchanged",
     "matrix turned",
+    "matrix elsewhere",
+    "sum dropped",
     "comparison off by one",
     "descriptor wrong",
     "column wrong",
