@@ -24,6 +24,12 @@ from composattn.mods import alibi, causal, softcap
 
 PAGE = Path(__file__).with_name("gpus.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ALSO = {
+    (8, 0): "A30", (8, 6): "other RTX 30, A10, A10G, A40, RTX A6000", (8, 7): "Orin NX and Nano",
+    (8, 9): "other RTX 40, L4, L40S, RTX 6000 Ada", (9, 0): "H100, GH200", (10, 0): "GB200", (10, 3): "GB300",
+    (12, 0): "other RTX 50, RTX PRO 6000 Blackwell", (12, 1): "DGX Spark",
+}  # fmt: skip
+"""What people call other GPUs of a compute capability (https://developer.nvidia.com/cuda-gpus)."""
 MODS = {
     "causal": {"mask_mod": causal()},
     "causal, soft cap": {"mask_mod": causal(), "score_mod": softcap(30.0)},
@@ -37,13 +43,14 @@ def gpus() -> Iterator[str]:
     yield f"| {' | '.join(head)} | ran there |"
     yield "|---|---|---|---|---|---|---|"
     for (major, minor), target in TARGETS.items():
+        names = f"{target.gpu}, {ALSO[major, minor]}"
         of = ARCHITECTURES[target.backend]
         learns = str(of.max_gradient_dim) if of.max_gradient_dim else "`streaming`'s"
         widest = (
             f"{of.max_head_dim}" if of.max_head_dim == of.max_value_dim else f"{of.max_head_dim}, {of.max_value_dim}"
         )
         ran = "yes" if of.ran else "no"
-        yield f"| {major}.{minor} | {target.gpu} | {target.arch} | `{of.name}` | {widest} | {learns} | {ran} |"
+        yield f"| {major}.{minor} | {names} | {target.arch} | `{of.name}` | {widest} | {learns} | {ran} |"
 
 
 def tiles() -> Iterator[str]:
