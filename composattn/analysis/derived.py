@@ -46,7 +46,8 @@ class Derived(Capture):
         self.recipe, self.sources = recipe, sources
         self._run = Rerun(lambda inputs: [recipe(*inputs).contiguous()])
         stamp: tuple[Hashable, ...] | None = None
-        if any(map(_is_faked, sources)):  # a mod that a compiled region reads calls another
+        # a mod that a compiled region reads calls another
+        if any(is_fake(s.kept if isinstance(s, Derived) else s.tensor) for s in sources):
             self._kept = self._faked()
         elif refreshed.belongs_to_graph():
             self._kept = self._formed()
@@ -142,10 +143,6 @@ def plain_tensors() -> AbstractContextManager[None]:
 def _plain_tensors() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _is_faked(source: Capture) -> bool:
-    return is_fake(source.kept if isinstance(source, Derived) else source.tensor)
 
 
 class Anew:

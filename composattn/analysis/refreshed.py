@@ -224,7 +224,9 @@ def belongs_to_graph() -> bool:
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
         return False  # before torch 2.13 threads that have no containers are not asked for them
     managers = [container.tree_manager for container in trees.get_obj(trees.local, name).values()]
-    return any(m is not None and _runs_on(m.stream) for m in managers)
+    # a manager runs and records on a stream of its own, and nothing else
+    streams_of = [m.stream for m in managers if m is not None]
+    return any(stream_handle(stream.device) == stream.cuda_stream for stream in streams_of)
 
 
 _free: ContextVar[int | None] = ContextVar("free", default=None)  # the device, if its stream is no graph's
@@ -249,8 +251,3 @@ class LookedOnce:
 
     def __exit__(self, *error: object) -> None:
         _free.reset(self._token)
-
-
-def _runs_on(stream: torch.cuda.Stream) -> bool:
-    """Whether it is the current one: a manager of graphs runs and records on a stream of its own, and nothing else."""
-    return stream_handle(stream.device) == stream.cuda_stream

@@ -121,8 +121,8 @@ class Replay:
         self._copies = _by_type(zip(self.moving, self.memory, strict=True))
         own = dict(zip(self.moving, self.memory, strict=True))
         read = [own.get(n, t) for n, t in enumerate(inputs)]
-        standing_ones = [inputs[n] for n in standing]
-        self.given = [(t, True) if _is_among(t, standing_ones) else (_memory_like(t), False) for t in results]
+        stands = {id(inputs[n]) for n in standing}
+        self.given = [(t, True) if id(t) in stands else (_memory_like(t), False) for t in results]
         self.results = [memory for memory, _ in self.given]
         self.written = [memory for memory, stands in self.given if stands]
         self._given_out: dict[int, list[tuple[list[T], list[int]]]] = {}  # copied, by how many results are for now
@@ -246,10 +246,6 @@ def _by_type(memory: Iterable[tuple[int, T]]) -> list[tuple[list[T], list[int]]]
         tensors.append(t)
         places.append(n)
     return list(found.values())
-
-
-def _is_among(t: T, tensors: Sequence[T | None]) -> bool:
-    return any(t is other for other in tensors)
 
 
 def _reach(t: T) -> int:

@@ -275,10 +275,6 @@ def _map(test: int, tiles: torch.Tensor) -> torch.Tensor:
     return tiles.to(torch.int8)
 
 
-def _picked(columns: int, indices: torch.Tensor) -> torch.Tensor:
-    return _scattered(indices, columns)
-
-
 def _rows_of(columns: int, indptr: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     lead = torch.broadcast_shapes(indptr.shape[:2], indices.shape[:2])
     entry = torch.arange(indices.shape[2], device=indices.device).expand(*lead, -1).contiguous()
@@ -291,7 +287,7 @@ def _pairs(height: int, width: int, rows: torch.Tensor, columns: torch.Tensor) -
     lead = torch.broadcast_shapes(rows.shape[:2], columns.shape[:2])
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     place = torch.where(inside, rows.long() * width + columns, -1).expand(*lead, -1)
-    return _scattered(place, height * width).unflatten(-1, (height, width))
+    return _scattered(height * width, place).unflatten(-1, (height, width))
 
 
 def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
@@ -310,7 +306,7 @@ def _listed(height: int, width: int, *lists: torch.Tensor) -> torch.Tensor:
     return kinds[..., :height, 1:-1]
 
 
-def _scattered(places: torch.Tensor, size: int) -> torch.Tensor:
+def _scattered(size: int, places: torch.Tensor) -> torch.Tensor:
     """bool (..., size): True at the places along the last dimension; places outside of it are none."""
     outside = (places < 0) | (places >= size)
     # new_zeros, so that below vmap the zeros are as many as the places
@@ -325,7 +321,7 @@ def _lists(*lists: torch.Tensor) -> torch.Tensor:
 
 _RECIPES: dict[str, Callable[..., torch.Tensor]] = {
     "map": _map,
-    "topk": _picked,
+    "topk": _scattered,
     "csr": _rows_of,
     "coo": _pairs,
     "listed": _listed,

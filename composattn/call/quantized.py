@@ -13,11 +13,10 @@ from ..graph.expr import Dep, const, has_no_shape
 from ..graph.gradient import derivative
 from ..graph.sizes import differ, surely
 from ..mods.score import Score
-from ..mods.values import Values
 from . import checks
 from .eight_bits import EIGHT_BITS, NEGATIVE, Quantized, refuse_narrow_gradient, scale_tensor
 from .problem import Problem, check_ranks, refuse_unreadable, softmax_scale
-from .scales import Rows, Scale, rows_of, scaled_scores, scaled_values
+from .scales import Rows, Scale, Values, rows_of, scaled_scores, scaled_values
 from .sequences import Paged, Varlen
 
 MOST_OF_FP16 = 128.0

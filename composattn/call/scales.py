@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import errors
+from ..mods.mod import Mod
 from ..mods.score import Score
-from ..mods.values import Values
 from .eight_bits import block_of
 from .sequences import Paged, Sequences, Varlen
 
 Size = tuple[str, int]  # what a dimension of a scale counts, and how many there are
+
+
+class Values(Mod):
+    """The factor of V: (b, h, kv, d) → float. h is the query head, d the channel of V."""
+
+    __slots__ = ()
+    _kind = "scales of values"
 
 
 class Rows(NamedTuple):

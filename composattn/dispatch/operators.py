@@ -117,9 +117,9 @@ def _bound(
     if known is not None and known.serialized is not None and known.serialized.form == form:
         refuse_other_leaves(form, captured, hints[HINTS:])
         held = tuple(map(Capture, known.serialized.tensors))
-        return OperatorCall(
-            known, held, nullcontext() if _are_captured(held, captured) else derived_anew(held, captured)
-        )
+        # compiled code copies its inputs at times
+        same = all(same_memory(c.tensor, t) for c, t in zip(held, captured, strict=True))
+        return OperatorCall(known, held, nullcontext() if same else derived_anew(held, captured))
     leaves = leaves_of(form, captured, hints[HINTS:])
     forms, options, _ = parse(form)
     make = functools.partial(made_plan, forms, leaves, options)
@@ -131,11 +131,6 @@ def _bound(
 
 def _using(plan: OperatorPlan, captured: Sequence[torch.Tensor], since: Moment | None) -> OperatorCall:
     return OperatorCall(plan.planned, plan.captures, _InUse(plan, captured, since), plan)
-
-
-def _are_captured(captures: Sequence[Capture], given: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors of a plan are those of this call; compiled code copies its inputs at times."""
-    return all(same_memory(c.tensor, t) for c, t in zip(captures, given, strict=True))
 
 
 def leaves_of(form: str, captured: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ..analysis.cuda_graphs import refuse_outdated
 from ..analysis.program import Program
+from ..call.scales import Values
 from ..errors import UnreadableProgram
 from ..graph import copies
 from ..graph.borrowed import Borrowed, BorrowedCapture, borrow, borrowed_before
@@ -29,7 +30,6 @@ from ..mods.mask import Mask
 from ..mods.mod import known_form
 from ..mods.score import Score
 from ..mods.sink import Sink
-from ..mods.values import Values
 from .captured import refuse_flattened
 from .planned import Planned
 from .plans import Options

@@ -100,10 +100,6 @@ class Plans:
             call = self._planned[key] = self._plan(planned)
         return call
 
-    def with_program(self, program: Program) -> Plans:
-        """A plan of other graphs with these options, which knows no forms yet."""
-        return Plans(program, self.options)
-
     def check_again(self, tensors: Iterable[torch.Tensor]) -> None:
         """Checks `tensors`, which the mods read from now on in place of others of their forms."""
         for tensor in tensors:

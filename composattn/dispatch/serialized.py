@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..call.quantized import WIDE
+from ..call.scales import Values
 from ..call.schedule import Schedule
 from ..errors import InvalidArgument
 from ..graph.form import READING_FAILS, leaf_count, unreadable
@@ -18,7 +19,6 @@ from ..mods.dropout import Dropout
 from ..mods.mask import Mask
 from ..mods.score import Score
 from ..mods.sink import Sink
-from ..mods.values import Values
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WIDE}
 """Types of out where q has 8 bits, by name."""

@@ -237,7 +237,7 @@ def _planned(call: TransformedCall, captured: Sequence[Any]) -> Plans:
         mods = [e if e is None or held else _rewritten(e, stand) for e in call.mods]
         if len(known) >= _PLANS_LIMIT:
             known.clear()
-        found = known[call.mods] = attention.with_program(Program(*mods))
+        found = known[call.mods] = Plans(Program(*mods), attention.options)
     return found  # type: ignore[no-any-return]
 
 

@@ -15,8 +15,8 @@ from .agreement import Said, agree, digest_of
 from .division import TOLERANCE, divide
 from .exchange import Ranks
 from .offset_mods import Graphs, Packed
-from .options import CapturedGradients, Method, Options, check_options
-from .shard import Shard, mask_of, tensors_of
+from .shard import CapturedGradients, Method, Options, Shard, mask_of, tensors_of
+from .traffic import METHODS
 from .visits import Visits, grain_for, tile_for, visits_of
 
 entered: list[ContextParallel] = []  # of the process: a backward that recomputes runs in a thread of torch's own
@@ -85,7 +85,7 @@ class ContextParallel(Options):
         captured_gradients: CapturedGradients = "whole",
         timeout: float | None = None,
     ) -> None:
-        check_options(method, parts, keep_fetched, captured_gradients, timeout)
+        _check_options(method, parts, keep_fetched, captured_gradients, timeout)
         super().__init__(Ranks(_group_of(mesh, dim), timeout), method, parts, keep_fetched, captured_gradients)
         self._shard: Shard | None = None
 
@@ -187,6 +187,21 @@ def _group_of(mesh: Any, dim: str | int | None) -> Any:
     if mesh.get_coordinate() is None:
         raise errors.MeshMismatch(f"this process, rank {dist.get_rank()}, is not among the ranks of the mesh")
     return mesh.get_group(0 if dim is None else dim)
+
+
+def _check_options(method: Any, parts: Any, keep: Any, gradients: Any, timeout: Any) -> None:
+    """Raises `InvalidParallelOption` for a value that an option does not take."""
+    whole = isinstance(parts, int) and not isinstance(parts, bool)
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    for name, value, good, takes in (
+        ("method", method, method in METHODS, " or ".join(map(repr, METHODS))),
+        ("parts", parts, parts is None or (whole and parts >= 1), "a number of parts from 1 on, or None"),
+        ("keep_fetched", keep, isinstance(keep, bool), "True or False"),
+        ("captured_gradients", gradients, gradients in ("whole", "partial"), "'whole' or 'partial'"),
+        ("timeout", timeout, timeout is None or (number and timeout > 0), "seconds, or None"),
+    ):
+        if not good:
+            raise errors.InvalidParallelOption(f"{name} is {value!r}; it must be {takes}")
 
 
 def _check_plan(seq_len: Any, batch: Any, heads: Any, tolerance: Any) -> None:

@@ -6,7 +6,8 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -28,14 +29,17 @@ from .agreement import Said, agree, digest_of
 from .attend import attend
 from .describe import Described, describe
 from .division import Division
+from .exchange import Ranks
 from .movement import Movement
 from .moving_heads import ByHeads
 from .moving_keys import ByKeys
 from .offset_mods import Graphs, OffsetMods, Packed
-from .options import Options
 from .strategy import Given, Strategy
 from .traffic import TensorSizes, Traffic, choose_traffic
 from .visits import visits_of
+
+Method = Literal["auto", "exchange", "gather", "heads"]
+CapturedGradients = Literal["whole", "partial"]
 
 _KEPT = 2  # contents of one mask that a shard remembers how to move for
 _numbers = itertools.count()
@@ -50,6 +54,17 @@ def shard_of(number: int) -> Shard:
             "compiled code was made for a shard that is gone; keep what cp.plan gave, and call again"
         )
     return found
+
+
+@dataclass(eq=False)
+class Options:
+    """What `ca.ContextParallel` is made with, which says what each option means."""
+
+    ranks: Ranks
+    method: Method
+    parts: int | None
+    keep_fetched: bool
+    captured_gradients: CapturedGradients
 
 
 class Shard:

@@ -37,12 +37,12 @@ from ..backends.layouts import arrange
 from ..call.eight_bits import EIGHT_BITS, narrowed
 from ..call.problem import Problem, softmax_scale
 from ..call.quantized import in_eight_bits
+from ..call.scales import Values
 from ..call.sequences import Paged, Sequences, Varlen
 from ..mods.dropout import Dropout
 from ..mods.mask import ALL, Mask
 from ..mods.score import IDENTITY, Score
 from ..mods.sink import Sink
-from ..mods.values import Values
 from .memory import poisoned
 
 Pair = tuple[float, ...]  # of a result: the largest error, and the root of the mean square

@@ -76,19 +76,14 @@ class BackwardLauncher:
         self.reads_nothing = not (self.reads.captured or tables)
         self.reads_captured_alone = as_given and not tables
         self.standing = self.reads.standing(*tables) if self.is_dense else None
-        # by stream, what calls read that give nothing: it holds for ever
+        # by stream, what dense calls read that give mods no tensors and no numbers: it holds for ever
         self.lasting: dict[int | None, tuple[Sequence[torch.Tensor], Tables]] | None = (
-            {} if self.is_given_nothing else None
+            {} if self.is_dense and not (self.program.captures or self.program.scalars or self.reads.derived) else None
         )
         of_each = plans.preprocess.work, plans.main.work
         self.one_run = self.reads.one_run(of_each, plans.main.work) if self.is_dense else None
         self._tidy_strides: set[tuple[int, ...]] = set()
         self.sizes: _WorkspaceSizes | None = None  # of the latest dense call
-
-    @property
-    def is_given_nothing(self) -> bool:
-        """Whether its calls are dense and give mods no tensors and no numbers."""
-        return self.is_dense and not (self.program.captures or self.program.scalars or self.reads.derived)
 
     @cached_property
     def preprocess(self) -> Kernel:

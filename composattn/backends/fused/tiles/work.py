@@ -164,11 +164,6 @@ def by_sequence(tiles: QueryTiles, order: TableOrder) -> torch.Tensor:
     return sorted_tiles(tiles, rows, order)
 
 
-def writers_first(table: torch.Tensor, strips: Strips) -> torch.Tensor:
-    """A table of tiles of keys whose gradients strips share: those that write before those that wait for them."""
-    return table[strips.adds(table[:, 0] % strips.count).argsort(stable=True)]
-
-
 class WorkTables:
     """The work tables of one form of calls, each made when its sequences are first seen or were written to since.
 
@@ -259,7 +254,10 @@ class WorkTables:
     def _make(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         with torch.no_grad():
             table = self._ordered(sequences, counts, rows)
-            return table if self.strips is None else writers_first(table, self.strips)
+            if self.strips is None:
+                return table
+            # whose gradients strips share: those that write before those that wait for them
+            return table[self.strips.adds(table[:, 0] % self.strips.count).argsort(stable=True)]
 
     def _ordered(self, sequences: Sequences, counts: torch.Tensor | None, rows: int | None) -> torch.Tensor:
         if self.by_work and counts is None:
