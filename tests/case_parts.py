@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import torch
@@ -12,11 +13,10 @@ from composattn.graph.expr import index, walk
 from composattn.graph.scalar import Scalar
 from composattn.mods.mask import Mask
 from composattn.mods.score import Score
-from composattn.testing.site import Choices
 from composattn.testing.tolerance import Case
 
 
-def draw_part(choices: Choices, case: Case) -> tuple[Case, tuple[slice, slice, slice]] | None:
+def draw_part(choices: random.Random, case: Case) -> tuple[Case, tuple[slice, slice, slice]] | None:
     """The part as a case of its own, and its batch entries, query heads and queries in the whole.
 
     Each offset is an int, a `ca.scalar` or a tensor. Without dropout, which asks where a pair stands in the call. None
@@ -28,7 +28,7 @@ def draw_part(choices: Choices, case: Case) -> tuple[Case, tuple[slice, slice, s
     if case.varlen is not None or case.paged is not None or has_blocks or asks_length:
         return None
     batch, q_heads, q_len, kv_heads = *case.q.shape[:3], case.k.shape[1]
-    b, kv_head, q = (choices.integer(0, size - 1) for size in (batch, kv_heads, q_len))
+    b, kv_head, q = (choices.randint(0, size - 1) for size in (batch, kv_heads, q_len))
     group = q_heads // kv_heads
     place = slice(b, batch), slice(group * kv_head, q_heads), slice(q, q_len)
     by = {name: _offset(choices, begin.start, case.q.device) for name, begin in zip("bhq", place, strict=True)}
@@ -50,5 +50,5 @@ def draw_part(choices: Choices, case: Case) -> tuple[Case, tuple[slice, slice, s
     return part, place
 
 
-def _offset(choices: Choices, number: int, device: torch.device) -> Any:
+def _offset(choices: random.Random, number: int, device: torch.device) -> Any:
     return choices.choice((number, Scalar(number), torch.tensor(number, device=device)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import composattn as ca
 from composattn.mods import causal, document, sliding_window
 from composattn.testing.cases import draw_mask, draw_score
-from composattn.testing.site import Seeded, site_of
+from composattn.testing.site import site_of
 
 T = torch.Tensor
 METHODS = ("exchange", "gather", "auto", "heads")
@@ -22,7 +23,7 @@ class Drawn:
     """A call on one device, drawn by a seed: tensors, mods, and what flows back."""
 
     def __init__(self, seed: int, ranks: int) -> None:
-        choices = Seeded(seed)
+        choices = random.Random(seed)
         kv_heads = choices.choice((1, 2, ranks))
         heads = kv_heads * choices.choice((1, 2))
         rows = choices.choice((8, 12, 16, 24, 30))
@@ -30,19 +31,19 @@ class Drawn:
         site = site_of(seed, choices.choice((1, 2)), heads, kv_heads, length, length, torch.float64, "cpu")
         self.batch, self.heads, self.length = site.batch, heads, length
         dim, width = 8, choices.choice((8, 16))
-        self.mask = draw_mask(site) if choices.integer(0, 7) else None
-        self.score = draw_score(site) if choices.integer(0, 1) else None
+        self.mask = draw_mask(site) if choices.randint(0, 7) else None
+        self.score = draw_score(site) if choices.randint(0, 1) else None
         self.q = site.normal(site.batch, heads, length, dim).double()
         self.k = site.normal(site.batch, kv_heads, length, dim).double()
         self.v = site.normal(site.batch, kv_heads, length, width).double()
         self.dout = site.normal(site.batch, heads, length, width).double()
         self.dlse = site.normal(site.batch, heads, length).double()
         methods = METHODS if kv_heads % ranks == 0 else METHODS[:3]
-        self.sinks = site.normal(heads).double().requires_grad_() if choices.integer(0, 3) == 0 else None
+        self.sinks = site.normal(heads).double().requires_grad_() if choices.randint(0, 3) == 0 else None
         self.options = {
             "method": choices.choice(methods),
             "parts": choices.choice((None, 1, 2, 3)),
-            "keep_fetched": bool(choices.integer(0, 1)),
+            "keep_fetched": bool(choices.randint(0, 1)),
         }
         self.name = f"seed {seed}: {self.mask}, {self.score}, {self.options}, {length} on {ranks}"
 

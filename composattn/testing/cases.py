@@ -1,6 +1,6 @@
 """Random attention calls: shapes, dtypes, masks, score mods and their combinations, all from one stream of choices.
 
-The choices come from a `Choices`: a seed (`random_case(seed)`, cheap, repeatable) or hypothesis
+The choices come from a `random.Random`: of a seed (`random_case(seed)`, cheap, repeatable) or hypothesis's
 (`composattn.testing.strategies`, which also shrinks what fails).
 
 Masks compare integers only, or captured floats exactly, and score mods have kinks but no jumps: what a mod means is
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -23,60 +24,60 @@ from ..call.scales import Rows, rows_of
 from ..mods.mask import Mask
 from ..mods.score import Score
 from .packed import draw_paged, draw_varlen
-from .site import SMALL, Choices, Seeded, Site, Space, draw_site, site_of
+from .site import SMALL, Site, Space, draw_site, site_of
 from .tolerance import Case, describe
 
 
 def random_case(seed: int, space: Space = SMALL) -> Case:
     """The case of a seed: the same in every run, on every device."""
-    return draw_case(Seeded(seed), space)
+    return draw_case(random.Random(seed), space)
 
 
 Drawn = tuple[Case, list[str]]  # a case with something more or not, and the words for it
 
 
-def _sinks_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
-    if choices.integer(0, 4):
+def _sinks_of_some(choices: random.Random, site: Site, case: Case) -> Drawn:
+    if choices.randint(0, 4):
         return case, []
     return dataclasses.replace(case, sinks=site.table(site.heads, size=2.0)), ["sinks"]
 
 
-def _dropout_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
-    if choices.integer(0, 5):
+def _dropout_of_some(choices: random.Random, site: Site, case: Case) -> Drawn:
+    if choices.randint(0, 5):
         return case, []
-    dropout = choices.choice((0.1, 0.5, 0.9)), choices.integer(0, 2**63 - 1)
+    dropout = choices.choice((0.1, 0.5, 0.9)), choices.randint(0, 2**63 - 1)
     return dataclasses.replace(case, dropout=dropout), [f"dropout {dropout}"]
 
 
-def _sinks_far_away(choices: Choices, site: Site, case: Case) -> Drawn:
-    if case.sinks is None or not choices.integer(0, 1):
+def _sinks_far_away(choices: random.Random, site: Site, case: Case) -> Drawn:
+    if case.sinks is None or not choices.randint(0, 1):
         return case, []
     away = choices.choice((1, -1)) * choices.choice(DROPS[site.dtype])
     sinks = (case.sinks.detach() + away).requires_grad_(case.sinks.requires_grad)
     return dataclasses.replace(case, sinks=sinks), [f"of {away:+g}"]
 
 
-def _light_keys_of_some(choices: Choices, site: Site, case: Case) -> Drawn:
-    if choices.integer(0, 7):
+def _light_keys_of_some(choices: random.Random, site: Site, case: Case) -> Drawn:
+    if choices.randint(0, 7):
         return case, []
     case, label = _with_light_keys(site, case)
     return case, [label]
 
 
-def draw_case(choices: Choices, space: Space = SMALL) -> Case:
+def draw_case(choices: random.Random, space: Space = SMALL) -> Case:
     """A case decided by `choices`. q, k, v are N(0,1) + N(0,10²)·Bernoulli(0.001), dout and dlse N(0,1).
 
     One of eight has first keys that weigh little beside the others, and half of the sinks are far from the scores.
     """
     site = draw_site(choices, space)
     dim, v_dim = choices.choice(space.head_dims), choices.choice(space.head_dims)
-    if choices.integer(0, 2):
+    if choices.randint(0, 2):
         v_dim = dim
     layout = space.layouts[0] if len(space.layouts) == 1 else choices.choice(space.layouts)
     case = {"dense": _dense_case, "varlen": draw_varlen, "paged": draw_paged}[layout](site, dim, v_dim)
-    mask = draw_mask(site) if choices.integer(0, 4) else None
-    score = draw_score(site) if choices.integer(0, 3) else None
-    if choices.integer(0, 9) == 0:
+    mask = draw_mask(site) if choices.randint(0, 4) else None
+    score = draw_score(site) if choices.randint(0, 3) else None
+    if choices.randint(0, 9) == 0:
         score = _hiding(score)
     scale = choices.choice((None, None, 0.1, 0.5))
     flows = choices.choice(("both", "both", "out", "lse")) if space.gradients else "none"
@@ -92,7 +93,7 @@ def draw_case(choices: Choices, space: Space = SMALL) -> Case:
     for drawn in (_sinks_of_some, _dropout_of_some, _sinks_far_away, _light_keys_of_some):
         case, words = drawn(choices, site, case)
         parts += words
-    if space.eight_bits and choices.integer(0, 1):
+    if space.eight_bits and choices.randint(0, 1):
         case, flows = with_eight_bits(site, case), "none"
         parts.append(_scales(case))
     parts.append(describe(case))
@@ -122,11 +123,11 @@ def _with_light_keys(site: Site, case: Case) -> tuple[Case, str]:
     So a weight that is right beside 1 and wrong beside itself is far off in the output.
     """
     drop = site.choices.choice(DROPS[site.dtype])
-    count = site.choices.integer(1, site.kv_len)
+    count = site.choices.randint(1, site.kv_len)
     lower = Score.of(lambda score, b, h, q, kv: torch.where(kv < count, score - drop, score))
     score = lower if case.score_mod is None else Score.of(case.score_mod) >> lower
     case = dataclasses.replace(case, score_mod=score)
-    if case.varlen is None and case.paged is None and site.choices.integer(0, 1):
+    if case.varlen is None and case.paged is None and site.choices.randint(0, 1):
         values = case.v.clone()
         values[:, :, :count] *= 2.0 ** round(drop / math.log(2.0))
         case = dataclasses.replace(case, v=values)
@@ -175,7 +176,7 @@ def make_case(
 
 def draw_mask(site: Site, depth: int = 2) -> Mask:
     """A random mask: ready ones, plain functions, captured tensors, and `& | ~` of them."""
-    if depth and site.choices.integer(0, 2) == 0:
+    if depth and site.choices.randint(0, 2) == 0:
         sign = site.choices.choice(("&", "&", "|", "~"))
         mask = draw_mask(site, depth - 1)
         if sign == "~":
@@ -185,7 +186,7 @@ def draw_mask(site: Site, depth: int = 2) -> Mask:
 
 
 def _width(site: Site) -> int:
-    return site.choices.integer(0, max(site.q_len, site.kv_len))
+    return site.choices.randint(0, max(site.q_len, site.kv_len))
 
 
 def _window(site: Site) -> Mask:
@@ -199,10 +200,10 @@ def _prefix(site: Site) -> Mask:
 
 
 def _documents(site: Site) -> Mask:
-    by_batch = (site.batch,) if site.choices.integer(0, 1) else ()
-    last = site.choices.integer(0, 4)
+    by_batch = (site.batch,) if site.choices.randint(0, 1) else ()
+    last = site.choices.randint(0, 4)
     rows, columns = site.integers(0, last, *by_batch, site.q_len), site.integers(0, last, *by_batch, site.kv_len)
-    if site.choices.integer(0, 2):
+    if site.choices.randint(0, 2):
         rows, columns = rows.sort(-1).values, columns.sort(-1).values
     return mods.document(rows, columns.to(rows.dtype))
 
@@ -210,18 +211,18 @@ def _documents(site: Site) -> Mask:
 def _packed(site: Site) -> Mask:
     if site.q_len != site.kv_len:
         return _documents(site)
-    cuts = sorted({0, site.q_len, *(site.choices.integer(0, site.q_len) for _ in range(site.choices.integer(0, 4)))})
+    cuts = sorted({0, site.q_len, *(site.choices.randint(0, site.q_len) for _ in range(site.choices.randint(0, 4)))})
     offsets = torch.tensor(cuts, device=site.space.device)
     return site.choices.choice((mods.shared_prefix(offsets), mods.document(offsets=offsets)))
 
 
 def _global(site: Site) -> Mask:
     sides = site.choices.choice(("both", "keys", "queries"))
-    return mods.global_tokens(site.choices.integer(0, min(site.q_len, site.kv_len)), sides=sides)
+    return mods.global_tokens(site.choices.randint(0, min(site.q_len, site.kv_len)), sides=sides)
 
 
 def _padding(site: Site) -> Mask:
-    if site.choices.integer(0, 1):
+    if site.choices.randint(0, 1):
         return mods.padding(site.integers(0, site.kv_len, site.batch))
     return mods.padding(site.integers(0, 1, site.batch, site.kv_len).bool())
 
@@ -231,7 +232,7 @@ def _neighborhood(site: Site) -> Mask:
     shape = (rows, site.q_len // rows)
     if site.q_len != site.kv_len:
         return _window(site)
-    return mods.neighborhood(shape, [site.choices.integer(1, n) for n in shape])
+    return mods.neighborhood(shape, [site.choices.randint(1, n) for n in shape])
 
 
 def _table(site: Site) -> Mask:
@@ -250,15 +251,15 @@ def _noise(site: Site) -> Mask:
 
 
 def _blocks(site: Site) -> Mask:
-    rows, columns = (16 * site.choices.integer(1, 3) for _ in range(2))
+    rows, columns = (16 * site.choices.randint(1, 3) for _ in range(2))
     lead = (site.choices.choice((1, site.batch)), site.choices.choice((1, site.heads)))
     kinds = site.integers(0, 2, *lead, -(-site.q_len // rows), -(-site.kv_len // columns)).to(torch.int8)
-    partial = draw_mask(site, depth=0) if site.choices.integer(0, 1) else None
+    partial = draw_mask(site, depth=0) if site.choices.randint(0, 1) else None
     return BlockSparse(kinds, (rows, columns), partial=partial)
 
 
 def _plain_mask(site: Site) -> Mask:
-    n, m = site.choices.integer(1, 9), site.choices.integer(1, 9)
+    n, m = site.choices.randint(1, 9), site.choices.randint(1, 9)
     functions: dict[str, Callable[..., Any]] = {
         f"(q - kv) % {n} != 0": lambda b, h, q, kv: (q - kv) % n != 0,
         f"(7 q + 13 kv + h) % {n + 1} != 0": lambda b, h, q, kv: (7 * q + 13 * kv + h) % (n + 1) != 0,
@@ -285,9 +286,9 @@ MASKS: tuple[Callable[[Site], Mask], ...] = (
     _prefix,
     _documents,
     _packed,
-    lambda site: mods.block_diagonal(site.choices.integer(1, 9), site.choices.integer(1, 9)),
-    lambda site: mods.chunked(site.choices.integer(1, 9), site.choices.choice((0, 1, None))),
-    lambda site: mods.dilated_window(_width(site), site.choices.integer(1, 4)),
+    lambda site: mods.block_diagonal(site.choices.randint(1, 9), site.choices.randint(1, 9)),
+    lambda site: mods.chunked(site.choices.randint(1, 9), site.choices.choice((0, 1, None))),
+    lambda site: mods.dilated_window(_width(site), site.choices.randint(1, 4)),
     _global,
     _padding,
     _neighborhood,
@@ -307,36 +308,36 @@ MASKS: tuple[Callable[[Site], Mask], ...] = (
 
 def draw_score(site: Site, depth: int = 2) -> Score:
     """A random score mod: ready ones, plain functions that read captured tensors, and `>>` and `+` of them."""
-    if depth and site.choices.integer(0, 2) == 0:
+    if depth and site.choices.randint(0, 2) == 0:
         first, second = draw_score(site, depth - 1), draw_score(site, depth - 1)
-        return first >> second if site.choices.integer(0, 1) else first + second
+        return first >> second if site.choices.randint(0, 1) else first + second
     return site.choices.choice(SCORES)(site)
 
 
 def _alibi(site: Site) -> Score:
-    symmetric = bool(site.choices.integer(0, 1))
-    if site.choices.integer(0, 1):
+    symmetric = bool(site.choices.randint(0, 1))
+    if site.choices.randint(0, 1):
         return mods.alibi(site.heads, symmetric=symmetric)
     return mods.alibi(site.table(site.heads, size=0.1), symmetric=symmetric)
 
 
 def _relative(site: Site) -> Score:
-    by_head = (site.heads,) if site.choices.integer(0, 1) else ()
-    if site.choices.integer(0, 1):
-        return mods.relative_bias(site.table(*by_head, 2 * site.choices.integer(0, site.kv_len) + 1))
-    return mods.relative_bias(site.table(*by_head, site.choices.integer(1, site.q_len)), bidirectional=False)
+    by_head = (site.heads,) if site.choices.randint(0, 1) else ()
+    if site.choices.randint(0, 1):
+        return mods.relative_bias(site.table(*by_head, 2 * site.choices.randint(0, site.kv_len) + 1))
+    return mods.relative_bias(site.table(*by_head, site.choices.randint(1, site.q_len)), bidirectional=False)
 
 
 def _t5(site: Site) -> Score:
-    buckets = 2 * site.choices.integer(2, 8)
+    buckets = 2 * site.choices.randint(2, 8)
     table = site.table(buckets, site.heads)
-    return mods.t5_bucket_bias(table, max_distance=buckets + 9, bidirectional=bool(site.choices.integer(0, 1)))
+    return mods.t5_bucket_bias(table, max_distance=buckets + 9, bidirectional=bool(site.choices.randint(0, 1)))
 
 
 def _bias(site: Site) -> Score:
     full = (site.batch, site.heads, site.q_len, site.kv_len)
-    shared = tuple(1 if site.choices.integer(0, 2) == 0 else n for n in full)
-    return mods.bias(site.table(*shared[site.choices.integer(0, 2) :]))
+    shared = tuple(1 if site.choices.randint(0, 2) == 0 else n for n in full)
+    return mods.bias(site.table(*shared[site.choices.randint(0, 2) :]))
 
 
 CURVES: dict[str, Callable[..., Any]] = {
@@ -390,7 +391,7 @@ def _read_once(site: Site) -> tuple[str, Callable[..., Any]]:
 
 def _read_by_distance(site: Site) -> tuple[str, Callable[..., Any]]:
     table = site.table(site.q_len + site.kv_len)
-    if site.choices.integer(0, 1):
+    if site.choices.randint(0, 1):
         return "t[q - kv + Skv]", lambda b, h, q, kv: table[q - kv + site.kv_len]
     return "t[q - kv], from the end where negative", lambda b, h, q, kv: table[q - kv]
 
@@ -403,15 +404,15 @@ def _read_twice(site: Site) -> tuple[str, Callable[..., Any]]:
 
 def _gathered(site: Site) -> tuple[str, Callable[..., Any]]:
     """A read at positions that were themselves read: no pattern at all."""
-    n = site.choices.integer(1, 7)
+    n = site.choices.randint(1, 7)
     table, kinds = site.table(n), site.integers(0, n - 1, site.q_len)
-    if site.choices.integer(0, 1):
+    if site.choices.randint(0, 1):
         return "t[kind[q]]", lambda b, h, q, kv: table[kinds[q]]
     return f"t[(kind[q] + 3 kv) % {n}]", lambda b, h, q, kv: table[(kinds[q] + 3 * kv) % n]
 
 
 def _of_positions(site: Site) -> tuple[str, Callable[..., Any]]:
-    n = site.choices.integer(2, 9)
+    n = site.choices.randint(2, 9)
     functions: dict[str, Callable[..., Any]] = {
         "log1p(|q - kv|)": lambda b, h, q, kv: torch.log1p(torch.abs(q - kv)),
         f"(q - kv) / {8 * n}": lambda b, h, q, kv: (q - kv) / (8 * n),
@@ -452,11 +453,11 @@ SCORES: tuple[Callable[[Site], Score], ...] = (
 def with_eight_bits(site: Site, case: Case) -> Case:
     """The case with k and v, or q too, rounded to 8 bits, times scales that the site draws; forward only."""
     dtype = site.choices.choice(EIGHT_BITS)
-    all_three = bool(site.choices.integer(0, 1))
+    all_three = bool(site.choices.randint(0, 1))
     scales: list[Any] = []
     for rows in rows_of(case.q, case.k, case.v, case.varlen, case.paged):
         wide = rows.name == "q" and not all_three
-        scales.append(None if wide or site.choices.integer(0, 4) == 0 else _scale(site, rows))
+        scales.append(None if wide or site.choices.randint(0, 4) == 0 else _scale(site, rows))
     q, k, v = (
         x if n == 0 and not all_three else narrowed(x.float(), dtype) for n, x in enumerate((case.q, case.k, case.v))
     )
@@ -480,6 +481,6 @@ def _scale(site: Site, rows: Rows) -> torch.Tensor | float:
     if rows.name == "v" and rows.lies != "paged":
         kinds |= {"channels": (rows.batch, t.shape[1], 1, t.shape[-1])}
     shape = kinds[site.choices.choice(list(kinds))]
-    if shape == () and site.choices.integer(0, 1):
+    if shape == () and site.choices.randint(0, 1):
         return 0.75
     return (0.3 * site.normal(*shape)).exp().float()

@@ -137,7 +137,7 @@ def paged_case(
     """A case with no mods; `queries` is how many each sequence has, or where packed ones lie."""
     device = site.space.device
     counts = [-(-n // page_size) for n in kv_lens]
-    width, num_pages = max(1, max(counts)) + site.choices.integer(0, 1), sum(counts) + 1
+    width, num_pages = max(1, max(counts)) + site.choices.randint(0, 1), sum(counts) + 1
     order = torch.randperm(num_pages, generator=site.generator).to(torch.int32)
     filler = site.choices.choice((0, -1, num_pages + 7))  # where there are no keys any page number will do
     table = torch.full((len(kv_lens), width), filler, dtype=torch.int32)
@@ -169,23 +169,23 @@ def paged_case(
 def draw_varlen(site: Site, dim: int, v_dim: int) -> Case:
     """Lengths up to those of the site, empty ones too; seqused now and then."""
     queries = _draw_rows(site, site.q_len)
-    alike = site.q_len == site.kv_len and site.choices.integer(0, 1) == 1
+    alike = site.q_len == site.kv_len and site.choices.randint(0, 1) == 1
     return varlen_case(site, queries, None if alike else _draw_rows(site, site.kv_len), dim, v_dim)
 
 
 def draw_paged(site: Site, dim: int, v_dim: int) -> Case:
     """Key lengths up to that of the site; its number of dense queries, or packed ones."""
-    queries = site.q_len if site.choices.integer(0, 1) else _draw_rows(site, site.q_len)
+    queries = site.q_len if site.choices.randint(0, 1) else _draw_rows(site, site.q_len)
     kv_lens = _draw_lengths(site, site.kv_len)
     return paged_case(site, queries, kv_lens, site.choices.choice(PAGE_SIZES), dim, v_dim)
 
 
 def _draw_rows(site: Site, longest: int) -> PackedLengths:
     lengths = _draw_lengths(site, longest)
-    used = [site.choices.integer(0, n) for n in lengths] if site.choices.integer(0, 2) == 0 else None
+    used = [site.choices.randint(0, n) for n in lengths] if site.choices.randint(0, 2) == 0 else None
     return PackedLengths(lengths, used)
 
 
 def _draw_lengths(site: Site, longest: int) -> list[int]:
-    kinds = [site.choices.integer(0, 3) for _ in range(site.batch)]
-    return [0 if kind == 0 else longest if kind == 1 else site.choices.integer(0, longest) for kind in kinds]
+    kinds = [site.choices.randint(0, 3) for _ in range(site.batch)]
+    return [0 if kind == 0 else longest if kind == 1 else site.choices.randint(0, longest) for kind in kinds]

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 import torch
 
 from ..errors import GroupMismatch
-
-T = TypeVar("T")
-
-
-class Choices(Protocol):
-    """Where a case's decisions come from."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer of [low, high]."""
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of `options`."""
-
-
-class Seeded:
-    """Choices of a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        return self.random.randint(low, high)
-
-    def choice(self, options: Sequence[T]) -> T:
-        return self.random.choice(options)
 
 
 @dataclass(frozen=True)
@@ -81,7 +55,7 @@ _LONG = (384, 509, 512, 641, 700, 1021, 1024, 1025, 2039, 2048, 4093, 4096)
 class Site:
     """The shapes that mods are drawn for, and the sources of choices and numbers."""
 
-    choices: Choices
+    choices: random.Random
     space: Space
     generator: torch.Generator
     batch: int
@@ -116,9 +90,9 @@ class Site:
         """A captured float tensor; it may ask for its gradient, and may be as narrow as q."""
         drawn = size * self.normal(*shape)
         drawn = drawn.abs() + 0.5 if positive else drawn
-        if self.choices.integer(0, 3) == 0:
+        if self.choices.randint(0, 3) == 0:
             drawn = drawn.to(self.dtype)
-        return drawn.requires_grad_(self.space.learned and self.choices.integer(0, 2) > 0)
+        return drawn.requires_grad_(self.space.learned and self.choices.randint(0, 2) > 0)
 
 
 def site_of(
@@ -135,18 +109,20 @@ def site_of(
     if heads % kv_heads:
         raise GroupMismatch(f"{heads} query heads can't share {kv_heads} key/value heads; heads must be a multiple")
     generator = torch.Generator().manual_seed(seed)
-    return Site(Seeded(seed), Space(device=device), generator, batch, kv_heads, heads // kv_heads, q_len, kv_len, dtype)
+    return Site(
+        random.Random(seed), Space(device=device), generator, batch, kv_heads, heads // kv_heads, q_len, kv_len, dtype
+    )
 
 
-def draw_site(choices: Choices, space: Space = SMALL) -> Site:
+def draw_site(choices: random.Random, space: Space = SMALL) -> Site:
     """Shapes, dtype and a source of numbers."""
     lengths = [n for n in (*_LENGTHS, *_LONG) if space.shortest <= n <= space.longest]
     q_len = choices.choice(lengths)
-    kv_len = q_len if choices.integer(0, 1) else choices.choice(lengths)
+    kv_len = q_len if choices.randint(0, 1) else choices.choice(lengths)
     return Site(
         choices,
         space,
-        torch.Generator().manual_seed(choices.integer(0, 2**31 - 1)),
+        torch.Generator().manual_seed(choices.randint(0, 2**31 - 1)),
         choices.choice(space.batches),
         choices.choice(space.kv_heads),
         choices.choice(space.groups),

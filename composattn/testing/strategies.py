@@ -16,8 +16,6 @@ Numbers in tensors come from a seed that hypothesis draws; what it shrinks are s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypeVar
 
 from ..errors import MissingDependency
 from ..mods.mask import Mask
@@ -31,32 +29,17 @@ try:
 except ImportError as missing:
     raise MissingDependency("composattn.testing.strategies needs hypothesis: pip install hypothesis") from missing
 
-T = TypeVar("T")
-
-
-class _HypothesisChoices:
-    """`Choices` that hypothesis makes."""
-
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw = draw
-
-    def integer(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
-
-    def choice(self, options: Sequence[T]) -> T:
-        return options[self.draw(st.integers(0, len(options) - 1))]
-
 
 @st.composite
 def cases(draw: st.DrawFn, space: Space = SMALL) -> Case:
     """Whole calls: shapes, dtype, tensors, mask, score mod, scale, gradients of the outputs."""
-    return draw_case(_HypothesisChoices(draw), space)
+    return draw_case(draw(st.randoms()), space)
 
 
 @st.composite
 def sites(draw: st.DrawFn, space: Space = SMALL) -> Site:
     """Shapes and dtypes that mods can be drawn for."""
-    return draw_site(_HypothesisChoices(draw), space)
+    return draw_site(draw(st.randoms()), space)
 
 
 @st.composite
@@ -72,4 +55,4 @@ def score_mods(draw: st.DrawFn, site: Site) -> Score:
 
 
 def _here(site: Site, draw: st.DrawFn) -> Site:
-    return dataclasses.replace(site, choices=_HypothesisChoices(draw))
+    return dataclasses.replace(site, choices=draw(st.randoms()))

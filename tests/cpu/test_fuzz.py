@@ -19,7 +19,6 @@ import composattn as ca
 from composattn.backends import tiles
 from composattn.backends.tiles import TileSizes
 from composattn.testing import Space, check, make_case, random_case, run, strategies
-from composattn.testing.site import Seeded
 from tests.case_parts import draw_part
 
 attend = functools.partial(ca.attention, backend="streaming")
@@ -69,7 +68,7 @@ def test_parts_of_calls_by_offsets(round_: int) -> None:
     draw, found = random.Random(f"{os.environ['COMPOSATTN_TEST_SEED']}:parts:{round_}"), 0
     for seed in (draw.randrange(2**31) for _ in range(CASES // 2)):
         whole = dataclasses.replace(random_case(seed), dropout=(0.0, 0))
-        drawn = draw_part(Seeded(seed), whole)
+        drawn = draw_part(random.Random(seed), whole)
         if drawn is None:
             continue
         part, place = drawn

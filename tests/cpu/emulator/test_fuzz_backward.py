@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import random
 import sys
 from typing import ClassVar
 
@@ -18,7 +19,6 @@ import torch
 import composattn as ca
 from composattn.testing import Case, run
 from composattn.testing.cases import draw_case
-from composattn.testing.site import Seeded
 from composattn.testing.tolerance import assert_attention_close
 from tests.cpu.emulator.test_fuzz_forward import (
     FEW_ROWS,
@@ -61,11 +61,11 @@ class GradientCall:
 
     @classmethod
     def of(cls, seed: int) -> GradientCall:
-        choices = Seeded(seed)
+        choices = random.Random(seed)
         space, blocks = choices.choice(SPACES), choices.choice((1, 2))
         if cls.head_dims or blocks == 2:
             space = dataclasses.replace(space, head_dims=cls.head_dims or BY_TWO)
-        return cls(draw_case(choices, space), choices.integer(0, 2) == 0, blocks, choices.integer(0, 11))
+        return cls(draw_case(choices, space), choices.randint(0, 2) == 0, blocks, choices.randint(0, 11))
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
         """What the call returns in each mode, by name."""

@@ -25,7 +25,6 @@ from composattn.call.schedule import ORDERS
 from composattn.emulator.mode import EAGER, LATE, random_mode
 from composattn.testing import Case, Space
 from composattn.testing.cases import draw_case
-from composattn.testing.site import Choices, Seeded
 from composattn.testing.tolerance import assert_attention_close
 from tests.case_parts import draw_part
 from tests.support import cut_as_long_ones, planned_as
@@ -76,7 +75,7 @@ class Call:
 
     @classmethod
     def of(cls, seed: int) -> Call:
-        choices = Seeded(seed)
+        choices = random.Random(seed)
         case = cls.drawn(choices)
         schedule = ca.Schedule(
             order=choices.choice(("auto", *ORDERS)),
@@ -85,10 +84,10 @@ class Call:
             split_kv=choices.choice(("auto", "auto", 1, 2, 3)),
             pack_gqa=choices.choice((None, None, False)),
         )
-        return cls(case, schedule, choices.integer(0, 2) == 0, choices.integer(0, 1) == 1, choices.integer(0, 11))
+        return cls(case, schedule, choices.randint(0, 2) == 0, choices.randint(0, 1) == 1, choices.randint(0, 11))
 
     @classmethod
-    def drawn(cls, choices: Choices) -> Case:
+    def drawn(cls, choices: random.Random) -> Case:
         return draw_case(choices, choices.choice(cls.spaces))
 
     def results(self, backend: str) -> list[dict[str, torch.Tensor]]:
@@ -139,7 +138,7 @@ class PartCall(Call):
     spaces = tuple(dataclasses.replace(space, layouts=("dense",)) for space in Call.spaces)
 
     @classmethod
-    def drawn(cls, choices: Choices) -> Case:
+    def drawn(cls, choices: random.Random) -> Case:
         parts = (draw_part(choices, super(PartCall, cls).drawn(choices)) for _ in itertools.count())
         return next(part for part, _ in filter(None, parts) if (part.mask_mod, part.score_mod) != (None, None))
 
