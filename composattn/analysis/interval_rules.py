@@ -106,17 +106,6 @@ def _i_mod(x: Ints, y: Ints) -> Ints | None:
     return Ints(torch.where(one_lap, low, 0), torch.where(one_lap, x.high.remainder(n), n - 1), step, x.residue)
 
 
-def _i_fmod(x: Ints, y: Ints) -> Ints | None:
-    if y.step != 0 or y.residue <= 0:
-        return None
-    n = y.residue
-    positive = _i_mod(x, y)
-    assert positive is not None
-    below = x.low < 0
-    low = torch.where(below, torch.maximum(x.low, torch.full_like(x.low, 1 - n)), positive.low)
-    return Ints(low, torch.where(below, x.high.clamp(0, n - 1), positive.high))
-
-
 def _i_shift(left: bool) -> Callable[[Ints, Ints], Ints | None]:
     def rule(x: Ints, y: Ints) -> Ints | None:
         if y.step != 0 or not 0 <= y.residue < 31:
@@ -193,17 +182,6 @@ def _periodic(x: Floats) -> Floats:
     return Floats(-one - _FAST, one + _FAST, x.nan | _infinite(x))
 
 
-def _f_rsqrt(x: Floats) -> Floats:
-    """Bounds of 1/sqrt(x). rsqrt(-0.0) is -inf, and bounds know no sign of a zero."""
-    root = _rising(torch.sqrt, _FAST, 0.0, (0.0, math.inf))(x)
-    one = torch.ones_like(x.low)
-    low, high = (
-        torch.where(_holds_zero(x), -math.inf, one / root.high),
-        torch.where(root.low <= 0, math.inf, one / root.low),
-    )
-    return widened(low, high, root.nan, _FAST)
-
-
 def _f_floordiv(x: Floats, y: Floats) -> Floats:
     v = _f_div(x, y)
     return Floats(v.low.floor() - 1, v.high.floor() + 1, v.nan | _infinite(x))
@@ -212,11 +190,6 @@ def _f_floordiv(x: Floats, y: Floats) -> Floats:
 def _f_mod(x: Floats, y: Floats) -> Floats:
     top, low = y.high.clamp(min=0), y.low.clamp(max=0)
     return widened(low, top, x.nan | y.nan | _holds_zero(y) | _infinite(x))
-
-
-def _f_fmod(x: Floats, y: Floats) -> Floats:
-    size = torch.maximum(y.low.abs(), y.high.abs())
-    return widened(-size, size, x.nan | y.nan | _holds_zero(y) | _infinite(x))
 
 
 def _f_sign(x: Floats) -> Floats:
@@ -317,13 +290,12 @@ RULES: dict[tuple[str, type], Callable[..., Any]] = {
     ("add", Ints): _i_add, ("sub", Ints): _i_sub, ("mul", Ints): _i_mul,
     ("neg", Ints): lambda x: Ints(*_ends(torch.neg, x)[::-1], x.step, -x.residue, x.width),
     ("floordiv", Ints): _i_divide("floor"), ("truncdiv", Ints): _i_divide("trunc"), ("mod", Ints): _i_mod,
-    ("fmod", Ints): _i_fmod, ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
+    ("lshift", Ints): _i_shift(True), ("rshift", Ints): _i_shift(False),
     ("and", Ints): _i_and, ("square", Ints): _squared(_i_mul), ("square", Floats): _squared(_f_mul),
     **_both_kinds("relu", _exactly(torch.relu)),
     **_both_kinds("abs", _abs), ("sign", Ints): _exactly(torch.sign), ("sign", Floats): _f_sign,
     ("add", Floats): _f_add, ("sub", Floats): lambda x, y: _f_add(x, _f_neg(y)), ("neg", Floats): _f_neg,
     ("mul", Floats): _f_mul, ("div", Floats): _f_div, ("floordiv", Floats): _f_floordiv, ("mod", Floats): _f_mod,
-    ("fmod", Floats): _f_fmod, ("rsqrt", Floats): _f_rsqrt,
     ("exp", Floats): _rising(torch.exp, range_=(0.0, math.inf)),
     ("exp2", Floats): _rising(torch.exp2, range_=(0.0, math.inf)),
     ("expm1", Floats): _rising(torch.expm1), ("log", Floats): _rising(torch.log, least=0.0),
