@@ -26,6 +26,7 @@ from benchmarks.cases import CASES, Case, Pattern
 from benchmarks.implementations import Composattn, Implementation, Inputs, Job, available
 from benchmarks.model.kernels import plan_of
 from benchmarks.model.loops import inner_loops
+from benchmarks.model.sass import instructions
 from benchmarks.provenance import provenance
 from benchmarks.run import run_case, save, show
 from composattn.backends.fused.compiling.compile import compile_offline
@@ -106,7 +107,7 @@ def resources(case: Case, variants: list[str], of: Composattn) -> None:
         with planning_with(case.direction, changes_of(text) if text else {}):
             plan = plan_of(case, pattern, planned_for(None), of.packed, of.deterministic)
         made = compile_offline(plan)
-        loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(made.instructions) if x.multiplies)
+        loops = ((len(x.body), x.counts["MUFU"]) for x in inner_loops(instructions(made)) if x.multiplies)
         length, exponentials = min(loops, default=(0, 0))
         print(
             f"    {text or 'as planned':44} {made.registers} registers, {made.spills} spills, stack {made.stack}, "

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from composattn.backends.fused.compiling.inspect import SassInstruction
+from benchmarks.model.sass import SassInstruction
 from composattn.backends.fused.tiles.target import TARGETS as GPUS
 from composattn.backends.fused.tiles.target import Target
 

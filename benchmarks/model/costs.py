@@ -9,7 +9,7 @@ from benchmarks.model import roofline
 from benchmarks.model.clocks import TARGETS, UNITS, Clocks, busy
 from benchmarks.model.kernels import Kernel
 from benchmarks.model.loops import REDUCTIONS
-from composattn.backends.fused.compiling.inspect import SassInstruction
+from benchmarks.model.sass import SassInstruction
 
 WARPGROUP = 128
 

@@ -12,9 +12,10 @@ import torch
 from benchmarks.cases import Case, Pattern, causal_mask
 from benchmarks.model.loops import Role, roles
 from benchmarks.model.peer import PeerCall, peer_kernel
+from benchmarks.model.sass import SassInstruction, disassembled
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline
-from composattn.backends.fused.compiling.inspect import SassInstruction, machine_code
+from composattn.backends.fused.compiling.inspect import assembly
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
 from composattn.backends.fused.tiles.target import TARGETS as GPUS
@@ -74,7 +75,7 @@ class Kernel:
 
 @functools.cache
 def _code(cubin: Path) -> tuple[SassInstruction, ...]:
-    found = machine_code(cubin)
+    found = disassembled(assembly(cubin))
     if not found:
         raise FileNotFoundError("nvdisasm is needed: pip install nvidia-cuda-nvdisasm")
     return found

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from composattn.backends.fused.compiling.inspect import SassInstruction
+from benchmarks.model.sass import SassInstruction
 
 MATRIX = ("HGMMA", "UTCHMMA")
 COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")

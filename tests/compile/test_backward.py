@@ -17,9 +17,10 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from benchmarks.model.loops import inner_loops
+from benchmarks.model.sass import SassInstruction, instructions
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import _run_compiler, compile_offline
-from composattn.backends.fused.compiling.inspect import Artifact, SassInstruction
+from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.kernels.around import preprocess
 from composattn.backends.fused.planning.plan_backward import BackwardPlans, plan_backward
 from composattn.backends.fused.running.gradient import FusedGradient
@@ -130,7 +131,7 @@ def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
 def test_warpgroups_meet_nowhere_in_the_loop(d: int, folder: Path) -> None:
     """Each would wait for the other's dS with its products done, and the loads' waits would sleep: up to 8 % each."""
     made = compile_offline(plans("plain-causal", d).main, folder)
-    if made.instructions:
+    if made.assembly:
         (loop,) = loops_over_queries(made)
         assert loop["HGMMA"] > 0 and loop["BAR"] == loop["NANOSLEEP"] == 0
 
@@ -142,7 +143,7 @@ ADDS = "REDG.E.ADD.F32x4"
 def test_dq_is_added_while_dk_runs(mods: str, d: int, folder: Path) -> None:
     plan = plans(mods, d).main
     made = compile_offline(plan, folder)
-    kinds = [i.text.split(" ;")[0] for i in made.instructions if i.text.startswith((ADDS, "WARPGROUP.DEPBAR"))]
+    kinds = [i.text.split(" ;")[0] for i in instructions(made) if i.text.startswith((ADDS, "WARPGROUP.DEPBAR"))]
     if kinds:
         first = next(n for n, text in enumerate(kinds) if text.startswith(ADDS))
         additions = plan.tiling.tile_m * d // 1024
@@ -164,7 +165,7 @@ def test_dq_of_long_calls_leaves_in_bulk(mods: str, d: int, length: int, queries
     t = plan.tiling
     assert (t.tile_m, t.dq_in_bulk, t.persistent) == (queries, True, length < 32768)
     assert made.shared_memory <= HOPPER.shared_memory
-    if made.instructions:
+    if made.assembly:
         loops = loops_over_queries(made)
         loop = max(loops, key=lambda found: found["MUFU"])
         assert made.spills == 0 and not any(found["LDL"] + found["STL"] for found in loops)
@@ -189,7 +190,7 @@ def events(code: Iterable[SassInstruction]) -> list[str]:
 
 
 def loops_over_queries(made: Artifact) -> list[Counter[str]]:
-    return [loop.counts for loop in inner_loops(made.instructions) if loop.multiplies]
+    return [loop.counts for loop in inner_loops(instructions(made)) if loop.multiplies]
 
 
 @pytest.mark.parametrize(("mods", "d"), [*WIDE, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM_WIDE)])
@@ -267,12 +268,14 @@ def test_pairs_that_exchange_gradients_spill_nothing_and_overlap(
         assert not any(loop["BAR"] + loop["NANOSLEEP"] for loop in loops)
         # dS goes to the other block in one copy of a warp, not in stores of each thread
         assert made.ptx.count("cp.async.bulk.shared::cluster.shared::cta") == 1
-        sides = [events(loop.body) for loop in inner_loops(made.instructions) if loop.multiplies and loop.counts["LDS"]]
+        sides = [
+            events(loop.body) for loop in inner_loops(instructions(made)) if loop.multiplies and loop.counts["LDS"]
+        ]
         assert len(sides) == 2 and [side.count("FENCE") for side in sides] in ([0, 1], [1, 0])
         for side in sides if mods != "softcap-causal" else ():  # whose tanh leaves no registers for it
             check_order(side, t)
         # who tells the other block does not wait for its additions to memory; in a fixed order one warp does for all
-        waiting = [loop for loop in inner_loops(made.instructions) if loop.multiplies or not in_order]
+        waiting = [loop for loop in inner_loops(instructions(made)) if loop.multiplies or not in_order]
         assert not any("MEMBAR.ALL.GPU" in i.text for loop in waiting for i in loop.body)
 
 
@@ -318,7 +321,7 @@ def test_blocks_that_stay_in_a_fixed_order_draw_their_tiles_in_one_place(mods: s
     plan = plans(mods, 96 if mods == "plain-full" else 128, length=8192, deterministic=True).main
     assert plan.tiling.persistent
     made = compile_offline(plan, folder)
-    assert not made.instructions or made.mnemonics["ATOMG"] == 1
+    assert not made.assembly or made.mnemonics["ATOMG"] == 1
 
 
 # each in one of both orders by default
@@ -423,7 +426,7 @@ def test_nobody_clears_dq_where_the_first_turn_writes(mods: str, folder: Path) -
 def test_a_wait_looks_once_before_its_loop(d: int, deterministic: bool, folder: Path) -> None:
     """ptxas makes it so of all waits or of none; of these kernels it was none, at 2 to 5 %; of D 96 it is all since."""
     made = compile_offline(plans("plain-full", d, deterministic=deterministic).main, folder)
-    looks = sum(i.text.startswith("SYNCS.PHASECHK.TRANS64.TRYWAIT") for i in made.instructions)
+    looks = sum(i.text.startswith("SYNCS.PHASECHK.TRANS64.TRYWAIT") for i in instructions(made))
     assert looks >= 2 * made.mnemonics["NANOSLEEP"]
 
 
@@ -494,9 +497,9 @@ def test_the_small_kernels_and_the_clearing_of_dq_move_16_bytes_an_access(d: int
     in_order = plans("documents-by-offsets", d, deterministic=True).preprocess
     named = {"preprocess": in_order, "main": steps.main, "postprocess": steps.postprocess}
     made = {name: compile_offline(plan, folder) for name, plan in named.items()}
-    if made["postprocess"].instructions:
+    if made["postprocess"].assembly:
         cleared, cleared_inside, loaded = (
-            sum(i.text.startswith(access) for i in made[name].instructions)
+            sum(i.text.startswith(access) for i in instructions(made[name]))
             for name, access in (("preprocess", "STG.E.128"), ("main", "STG.E.128"), ("postprocess", "LDG.E.128"))
         )
         assert cleared == in_order.tiling.tile_m * tile.d // (4 * preprocess.THREADS)
@@ -541,8 +544,8 @@ def test_a_kernel_that_starts_early_waits_before_it_reads_what_was_computed(fold
 @pytest.mark.parametrize(("mods", "d"), [("plain-full", 64), ("plain-causal", 96), ("alibi-causal", 128)])
 def test_probabilities_are_computed_while_dp_runs(mods: str, d: int, folder: Path) -> None:
     made = compile_offline(plans(mods, d).main, folder)
-    if made.instructions:
-        kinds = [i.text for i in made.instructions]
+    if made.assembly:
+        kinds = [i.text for i in instructions(made)]
         waits = [n for n, text in enumerate(kinds) if text.startswith("WARPGROUP.DEPBAR")]
         exponentials = [n for n, text in enumerate(kinds) if text.startswith("MUFU.EX2")]
         one_may_run, none_may = waits[:2]

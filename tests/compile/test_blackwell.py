@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
 from benchmarks.model.loops import roles
+from benchmarks.model.sass import instructions
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
 from composattn.backends.fused.planning.plan import ForwardPlan
@@ -52,7 +53,7 @@ MORE = {
 
 
 def check_lean(artifact: Artifact) -> None:
-    if artifact.registers is None or not artifact.instructions:
+    if artifact.registers is None or not artifact.assembly:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     assert not list(faults(artifact))
 
@@ -114,9 +115,9 @@ def test_exponentials_go_to_multiply_adds_where_their_unit_is_the_busiest(name: 
 def softmax_loops(planned: ForwardPlan, folder: Path) -> list[tuple[int, int]]:
     """(instructions, exponentials of hardware) of the softmax's loops of a warp, the untested one first."""
     artifact = compile_offline(planned, folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
-    (role,) = (role for role in roles(artifact.instructions) if role.job == "softmax")
+    (role,) = (role for role in roles(instructions(artifact)) if role.job == "softmax")
     return [(len(loop.body), loop.counts["MUFU"]) for loop in (role.plain, role.tested)]
 
 
@@ -152,7 +153,9 @@ def test_the_loops_are_as_short_as_those_that_were_counted(folder: Path) -> None
 @pytest.mark.parametrize("mask", [causal(), sliding_window(512)], ids=["causal", "window"])
 def test_the_correction_tests_nothing_where_both_query_tiles_go_on(mask: Mask, folder: Path) -> None:
     """Counts instructions of two query tiles with a rescale; flash-attn-4's has 186."""
-    (role,) = (r for r in roles(compile_offline(forward_plan(mask=mask), folder).instructions) if r.job == "correction")
+    (role,) = (
+        r for r in roles(instructions(compile_offline(forward_plan(mask=mask), folder))) if r.job == "correction"
+    )
     some, together = (len(loop.body) for loop in role.loops)
     assert together <= 186 < some
 
@@ -165,7 +168,7 @@ def test_a_line_over_keys_costs_no_more_than_100_instructions_a_tile(folder: Pat
 
 def loops_of(plan: ForwardPlan, folder: Path) -> dict[str, list[int]]:
     """How long the innermost loops are that have such an instruction."""
-    code = compile_offline(plan, folder).instructions
+    code = instructions(compile_offline(plan, folder))
     if not code:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: gpu)")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: gpu)")
 
+from benchmarks.model.sass import instructions
 from composattn.analysis.captured_gradient import GradientProgram
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.compiling.inspect import Artifact
@@ -122,7 +123,7 @@ MORE = {
 
 
 def check_lean(artifact: Artifact) -> None:
-    if artifact.registers is None or not artifact.instructions:
+    if artifact.registers is None or not artifact.assembly:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     assert (artifact.spills, artifact.stack) == (0, 0)
     assert artifact.shared_memory <= BLACKWELL.shared_memory
@@ -164,9 +165,9 @@ def test_the_loops_are_as_short_as_those_that_were_counted(blocks: int, folder: 
     dQ out; of the copies.
     """
     artifact = compile_offline((CAUSAL if blocks == 2 else CAUSAL_BY_ONE).main, folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
-    code = artifact.instructions
+    code = instructions(artifact)
     loops = [(i.target, n) for n, i in enumerate(code) if i.target is not None and i.target <= n]
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
     counted = COUNTED[blocks]

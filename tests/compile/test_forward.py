@@ -17,6 +17,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 
 import composattn as ca
 from benchmarks.model.loops import inner_loops
+from benchmarks.model.sass import instructions
 from composattn.analysis.program import Program
 from composattn.backends.fused.compiling.compile import compile_offline, content_hash
 from composattn.backends.fused.compiling.inspect import Artifact
@@ -143,7 +144,7 @@ ROOMY = (
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ROOMY else ()) for n in PLANS])
 def test_compiles_lean(name: str, folder: Path) -> None:
     artifact = compile_offline(PLANS[name], folder)
-    if artifact.registers is None or not artifact.instructions:
+    if artifact.registers is None or not artifact.assembly:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     inner = loops_over_tiles(artifact)
     assert len(inner) == loops(artifact)
@@ -157,7 +158,7 @@ def test_compiles_lean(name: str, folder: Path) -> None:
     assert artifact.mnemonics["UTMALDG"] > 0, "no bulk tensor loads"
     assert isinstance(artifact.plan, ForwardPlan)
     if artifact.plan.tiling.output_direct:
-        lines = [i for i in artifact.instructions if i.text.startswith("STG.E.128 ")]
+        lines = [i for i in instructions(artifact) if i.text.startswith("STG.E.128 ")]
         assert artifact.mnemonics["UTMASTG"] == 0 and len(lines) == 2 * artifact.plan.tiling.dv // 32
     else:
         assert artifact.mnemonics["UTMASTG"] > 0, "no bulk tensor store"
@@ -172,7 +173,7 @@ def products_are_serialised(artifact: Artifact) -> bool:
 
 
 def loops_over_tiles(artifact: Artifact) -> list[Counter[str]]:
-    return [loop.counts for loop in inner_loops(artifact.instructions) if loop.multiplies]
+    return [loop.counts for loop in inner_loops(instructions(artifact)) if loop.multiplies]
 
 
 def loops(artifact: Artifact) -> int:
@@ -204,9 +205,9 @@ def guessed(artifact: Artifact) -> int:
 def test_the_outputs_product_is_waited_for_behind_the_first_exponentials(name: str, folder: Path) -> None:
     """Left to the compiler the wait stands before all of them: 1 to 5 % where no other warpgroup fills it."""
     artifact = compile_offline(PLANS[name], folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
-    for loop in inner_loops(artifact.instructions):
+    for loop in inner_loops(instructions(artifact)):
         if loop.multiplies:
             kinds = [i.text for i in loop.body if i.text.startswith(("WARPGROUP.DEPBAR", "MUFU.EX2"))]
             scores, *between = kinds[: next(n for n, text in enumerate(kinds) if "0x0" in text)]
@@ -228,10 +229,10 @@ def test_exponentials_run_under_the_outputs_product(
 ) -> None:
     """With two warpgroups too: 3 to 8 % of these calls were lost where the wait stood before all exponentials."""
     artifact = compile_offline(plan(mask=mask, d=d, dv=dv, length=length), folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     before_wait = []
-    for loop in inner_loops(artifact.instructions):
+    for loop in inner_loops(instructions(artifact)):
         if loop.multiplies:
             kinds = [i.text for i in loop.body if i.text.startswith(("WARPGROUP.DEPBAR", "MUFU.EX2"))]
             scores, *between = kinds[: next(n for n, text in enumerate(kinds) if "0x0" in text)]
@@ -254,11 +255,11 @@ def test_exponentials_run_under_the_outputs_product(
 def test_columns_of_queries_wait_in_registers(mask: str, d: int, dv: int, resident: int, folder: Path) -> None:
     chosen = plan(mask=mask, d=d, dv=dv)
     artifact = compile_offline(chosen, folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0 and not products_are_serialised(artifact)
     assert artifact.mnemonics["LDSM"] == resident // 16  # once for all tiles of keys
-    for loop in inner_loops(artifact.instructions):
+    for loop in inner_loops(instructions(artifact)):
         if loop.multiplies:
             products = [i.text for i in loop.body if i.name == "HGMMA" and "tnspB" not in i.text]
             from_registers = [bool(re.search(r", R\d+, gdesc", text)) for text in products]
@@ -295,10 +296,10 @@ def test_plain_blocks_that_hold_queries_stay_and_draw_their_tiles() -> None:
 def test_a_load_brings_two_numbers_of_a_bias_at_pairs(folder: Path) -> None:
     """48 of a thread's pairs in 24 loads, each one instruction: 1.3 to 1.9 times as fast as 48 of fourteen each."""
     artifact = compile_offline(plan("bias"), folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0
-    for loop in inner_loops(artifact.instructions):
+    for loop in inner_loops(instructions(artifact)):
         if loop.multiplies:
             two = [i.text for i in loop.body if i.text.startswith("LDG.E.64 ")]
             assert len(two) == 24 and len({text.split("[")[-1].split(".")[0] for text in two}) == 2  # addresses
@@ -307,7 +308,7 @@ def test_a_load_brings_two_numbers_of_a_bias_at_pairs(folder: Path) -> None:
 @pytest.mark.parametrize("mask", ["blocks", "chunks"])
 def test_a_mask_of_blocks_is_computed_once_a_block(mask: str, folder: Path) -> None:
     artifact = compile_offline(plan(mask=mask), folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0
     for loop in loops_over_tiles(artifact):
@@ -332,7 +333,7 @@ WIDE = {
 @pytest.mark.parametrize("name", sampled(WIDE, 5))
 def test_wide_heads_compile_lean(name: str, folder: Path) -> None:
     artifact = compile_offline(WIDE[name], folder)
-    if artifact.registers is None or not artifact.instructions:
+    if artifact.registers is None or not artifact.assembly:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
     t = WIDE[name].tiling
     assert artifact.spills == 0
@@ -437,9 +438,9 @@ def test_sums_are_noted_by_warps_that_rescale_or_of_wide_outputs_under_both_prod
     """Their logarithms, and two shuffles a row, stand behind a branch that few tiles take."""
     mask = "causal" if d == 128 else "full"  # up to D 128 tiles with no mask guess
     artifact = compile_offline(plan(mask=mask, d=d, length=length), folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)")
-    loops = [loop for loop in inner_loops(artifact.instructions) if loop.multiplies]
+    loops = [loop for loop in inner_loops(instructions(artifact)) if loop.multiplies]
     loop = min(loops, key=lambda loop: len(loop.body))  # that of tiles with no test
     names = [instruction.name for instruction in loop.body]
     (vote,) = [at for at, name in enumerate(names) if name == "VOTE"]
@@ -472,10 +473,10 @@ def test_a_guess_takes_no_maximum_and_sums_rounded_probabilities_in_the_product(
 ) -> None:
     chosen = plan(score, mask, d)
     artifact = compile_offline(chosen, folder)
-    if not artifact.instructions:
+    if not artifact.assembly:
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     assert artifact.spills == 0
-    guessed = [loop.body for loop in inner_loops(artifact.instructions) if loop.multiplies and loop.counts["B2R"]]
+    guessed = [loop.body for loop in inner_loops(instructions(artifact)) if loop.multiplies and loop.counts["B2R"]]
     assert len(guessed) == 1
     names = [i.name for i in guessed[0]]
     asked = names.index("B2R")  # whether a row rose too far

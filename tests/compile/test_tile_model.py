@@ -15,7 +15,7 @@ from benchmarks.model import kernels
 from benchmarks.model.costs import tile_cost
 from benchmarks.tile_model import Counted, long_cases
 from benchmarks.tilings import changes_of
-from composattn.backends.fused.compiling.inspect import machine_code
+from composattn.backends.fused.compiling.inspect import assembly
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.rescale_threshold import RescaleThreshold
@@ -28,7 +28,7 @@ CASES = {case.name: case for case in long_cases("forward")}
 def kernel(name: str) -> kernels.Kernel:
     case = CASES[name]
     found = kernels.ours(case, case.pattern(case, torch.device("cpu")), "sm_90a")
-    if not machine_code(found.cubin):
+    if not assembly(found.cubin):
         pytest.skip("needs nvdisasm (PyPI: nvidia-cuda-nvdisasm)")
     return found
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import composattn as ca
+from benchmarks.model.sass import instructions
 from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
@@ -114,7 +115,7 @@ def row(cell: Cell) -> Row:
         faults += [f"{made.shared_memory} bytes of shared memory"] * (made.shared_memory > cell.target.shared_memory)
         return {
             "spills": made.spills, "stack": made.stack, "registers": made.registers,
-            "shared": made.shared_memory, "threads": made.threads, "instructions": len(made.instructions),
+            "shared": made.shared_memory, "threads": made.threads, "instructions": len(instructions(made)),
             "faults": faults,
         }  # fmt: skip
 

@@ -14,9 +14,9 @@ from benchmarks.cases import CASES, Case, select
 from benchmarks.model import held, peer, roofline
 from benchmarks.model.clocks import OPCODES, TARGETS, UNIT_OF, UnknownOpcode, busy, kind_of, product, shared_bytes
 from benchmarks.model.loops import inner_loops, roles
+from benchmarks.model.sass import SassInstruction, disassembled
 from benchmarks.model.visits import makespan, of_head, seen_keys
 from composattn.backends.fused.compiling import disk_cache
-from composattn.backends.fused.compiling.inspect import SassInstruction, disassembled
 
 B200 = TARGETS["sm_100a"]
 CPU = torch.device("cpu")

@@ -62,32 +62,19 @@ class Artifact:
         return None if self._usage is None else _find(r"STACK:(\d+)", self._usage, int)
 
     @functools.cached_property
-    def instructions(self) -> tuple[SassInstruction, ...]:
-        """The machine code in order; empty where nvdisasm is not installed."""
-        return machine_code(self.cubin_path)
+    def assembly(self) -> str:
+        """The machine code as text; empty where nvdisasm is not installed."""
+        return assembly(self.cubin_path)
 
     @functools.cached_property
     def mnemonics(self) -> Counter[str]:
         """How often each machine instruction occurs."""
-        return Counter(i.name for i in self.instructions)
+        return Counter(_INSTRUCTION.findall(self.assembly))
 
     @property
     def spills(self) -> int | None:
         """Instructions that move registers to local memory and back; None where nvdisasm is not installed."""
-        return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.instructions else None
-
-
-@dataclasses.dataclass(frozen=True)
-class SassInstruction:
-    """A machine instruction: its name with no suffix, for a branch the number of the one it jumps to, and its text.
-
-    `predicate`: what decides whether it is carried out, as `@!P0`; empty where nothing does.
-    """
-
-    name: str
-    target: int | None
-    text: str
-    predicate: str = ""
+        return self.mnemonics["STL"] + self.mnemonics["LDL"] if self.assembly else None
 
 
 def _find(pattern: str, text: str, kind: Callable[[str], Any]) -> Any:
@@ -110,34 +97,13 @@ def _binary_tool(name: str) -> str | None:
     return next((str(f.locate()) for f in files if f.name == name), None)
 
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(.*)")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
-_JUMP = re.compile(r"\((\.L_x_\d+)\)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 
 
-def machine_code(cubin: Path) -> tuple[SassInstruction, ...]:
-    """What nvdisasm says of a cubin, in order; empty where it is not installed."""
+def assembly(cubin: Path) -> str:
+    """What nvdisasm says of a cubin; empty where it is not installed."""
     tool = _binary_tool("nvdisasm")
     if tool is None:
-        return ()
+        return ""
     # -ndf: no look at where indirect jumps may go, a quarter of its time
-    command = [tool, "-c", "-ndf", str(cubin)]
-    return disassembled(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def disassembled(text: str) -> tuple[SassInstruction, ...]:
-    """The instructions of nvdisasm's text."""
-    rows: list[tuple[str, str | None, str, str]] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        label, found = _LABEL.match(line), _INSTRUCTION.match(line)
-        if label:
-            labels[label.group(1)] = len(rows)
-        elif found:
-            predicate, name, rest = found.groups(default="")
-            jump = _JUMP.search(rest) if name == "BRA" else None
-            rows.append((name, jump.group(1) if jump else None, name + rest, predicate.strip()))
-    return tuple(
-        SassInstruction(name, labels.get(jump) if jump else None, text, predicate)
-        for name, jump, text, predicate in rows
-    )
+    return subprocess.run([tool, "-c", "-ndf", str(cubin)], capture_output=True, text=True, check=True).stdout
