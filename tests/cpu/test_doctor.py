@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import gpu_report
 from benchmarks.cases import select
+from benchmarks.gpu_report import Check, steps
 from benchmarks.run import parser as of_benchmarks
 from composattn import doctor
 from composattn.__main__ import main
-from composattn.doctor import Check, steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def test_all_that_is_said_is_kept_and_what_failed_is_named(
     gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int
 ) -> None:
     tried = [Check("doctor.txt", prints("versions")), Check("tests.txt", prints("tested", status))]
-    monkeypatch.setattr(doctor, "steps", lambda report, has_backward: tried)
+    monkeypatch.setattr(gpu_report, "steps", lambda report, has_backward: tried)
     assert main(["doctor", "--full"]) == status
     said = capsys.readouterr().out
     (archive,) = tmp_path.glob("composattn-report-*.tar.gz")
