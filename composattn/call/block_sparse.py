@@ -314,18 +314,14 @@ def _scattered(size: int, places: torch.Tensor) -> torch.Tensor:
     return none.scatter(-1, torch.where(outside, size, places).long(), True)[..., :size]
 
 
-def _lists(*lists: torch.Tensor) -> torch.Tensor:
-    """int8 kinds of blocks from torch's lists, where there are as many blocks of keys as indices."""
-    return _listed(lists[0].shape[-1], lists[1].shape[-1], *lists)
-
-
 _RECIPES: dict[str, Callable[..., torch.Tensor]] = {
     "map": _map,
     "topk": _scattered,
     "csr": _rows_of,
     "coo": _pairs,
     "listed": _listed,
-    "lists": _lists,
+    # as many blocks of keys as indices
+    "lists": lambda *lists: _listed(lists[0].shape[-1], lists[1].shape[-1], *lists),
 }
 LISTED = ("listed", "lists")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")

@@ -25,7 +25,10 @@ def check_captures(program: Program, problem: Problem) -> bool:
     """
     for capture in program.captures:
         if isinstance(capture, Table):
-            _check_blocks(capture, problem)
+            # of packed sequences the lengths may be anything
+            q_len = problem.q_len if problem.layout.q == "dense" else None
+            kv_len = problem.kv_len if problem.layout.kv == "dense" else None
+            capture.check(problem.batch, problem.q_heads, q_len, kv_len)
         tensor = capture.tensor
         refuse_foreign("a captured tensor", tensor)
         lies = undense(tensor)
@@ -63,14 +66,6 @@ def _way_to(device: torch.device, tensor: torch.Tensor) -> str:
             "the ca.Attention after to_empty() and loading"
         )
     return f'move it: tensor.to("{device}"), or let ca.nn.Attention read it by name at each call'
-
-
-def _check_blocks(table: Table, problem: Problem) -> None:
-    """Raises `BlockMaskMismatch` for blocks of another call; of packed sequences the lengths may be anything."""
-    layout = problem.layout
-    q_len = problem.q_len if layout.q == "dense" else None
-    kv_len = problem.kv_len if layout.kv == "dense" else None
-    table.check(problem.batch, problem.q_heads, q_len, kv_len)
 
 
 def refuse_flattened(tensors: Iterable[torch.Tensor]) -> None:

@@ -39,8 +39,5 @@ class HopperGather(BackwardGather[HopperBackwardTiling]):
         self.rows = ROWS
         self.across = plan.tiling.dk_parts
 
-    def part(self, shared: cute.Tensor) -> cute.Tensor:
-        return shared
-
     def sums(self, columns: int) -> WarpgroupSums:
         return WarpgroupSums(product(self.dtype, columns, right=MN), (ROWS, columns))

@@ -145,9 +145,7 @@ class EmulatedForward(ForwardLauncher):
         try:
             super().launch(*given)
         except BaseException:
-            if (
-                given.counter is not None
-            ):  # a kernel that was stopped leaves it anywhere, and the next one draws from it
+            if given.counter is not None:  # a kernel that was stopped leaves it anywhere, the next one draws from it
                 given.counter.zero_()
             raise
 
