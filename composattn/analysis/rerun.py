@@ -241,8 +241,7 @@ def _without_repetitions(steps: list[RecordedOp], given_out: set[ResultSlot]) ->
     All of them where some step writes, or where what is given out is a view: whoever writes there must reach no other.
     """
     made_by = {slot: step for step in steps for slot in step.results}
-    returned = [r for slot in given_out & set(made_by) for r in made_by[slot].func._schema.returns]
-    if any(s.func._schema.is_mutable for s in steps) or any(r.alias_info is not None for r in returned):
+    if any(s.func._schema.is_mutable for s in steps) or any(_gives_views(made_by[r]) for r in given_out & set(made_by)):
         return steps
     kept: list[RecordedOp] = []
     known: dict[Hashable, list[ResultSlot]] = {}
@@ -259,6 +258,10 @@ def _without_repetitions(steps: list[RecordedOp], given_out: set[ResultSlot]) ->
         else:
             same.update(zip(step.results, before, strict=True))
     return kept
+
+
+def _gives_views(step: RecordedOp) -> bool:
+    return any(r.alias_info is not None for r in step.func._schema.returns)
 
 
 def _replaced(value: Any, same: dict[ResultSlot, ResultSlot]) -> Any:

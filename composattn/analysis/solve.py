@@ -118,7 +118,7 @@ class _Solver:
             return join(self.formula(args[0], holds), self.formula(args[1], holds))
         if op == "where":
             return self.choice(args[0], self.formula(args[1], holds), self.formula(args[2], holds))
-        if op == "xor" or (op in ("eq", "ne") and all(a.dtype is DType.BOOL for a in args)):
+        if _compares_bools(e):
             differ = (op == "eq") is not holds
             return self.choice(args[0], self.formula(args[1], not differ), self.formula(args[1], differ))
         if op == "cast_bool" and args[0].dtype.is_integer:
@@ -280,6 +280,10 @@ class _Solver:
         if op == "ne":  # before a run and after it; a run with gaps hides no range that is known
             return self.either([Conjunction((High(full_start, start),))], [Conjunction((Low(full_end, end),))])
         return [Conjunction((Low(start, full_start), High(end, full_end)))]
+
+
+def _compares_bools(e: Expr) -> bool:
+    return e.op == "xor" or (e.op in ("eq", "ne") and all(a.dtype is DType.BOOL for a in e.args))
 
 
 def _ALL() -> Conjunctions:

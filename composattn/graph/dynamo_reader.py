@@ -188,7 +188,7 @@ class Reading:
             if isinstance(value.value, Scalar):
                 return self._leaf(value, value.value)
             kind: Any = value.python_type()
-            if hasattr(kind, "formed") and hasattr(kind, "composattn_fingerprint"):  # a mod
+            if _is_mod(kind):
                 return kind.formed(
                     *[self.real(getattr(value, GETATTR)(self.tx, n)) for n in ("form", "leaves", "name")]
                 )
@@ -320,6 +320,10 @@ class Reading:
         finally:
             modes.pop_torch_function_mode()
             pending.frames = None
+
+
+def _is_mod(kind: type) -> bool:
+    return hasattr(kind, "formed") and hasattr(kind, "composattn_fingerprint")
 
 
 def _reading() -> Reading:

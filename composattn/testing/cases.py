@@ -78,8 +78,7 @@ def draw_case(choices: random.Random, space: Space = SMALL) -> Case:
     mask = draw_mask(site) if choices.randint(0, 4) else None
     score = draw_score(site) if choices.randint(0, 3) else None
     if choices.randint(0, 9) == 0:
-        # a mask in the old style; last, because what follows must not see the infinity
-        score = HIDING if score is None else score >> HIDING
+        score = _hiding(score)
     scale = choices.choice((None, None, 0.1, 0.5))
     flows = choices.choice(("both", "both", "out", "lse")) if space.gradients else "none"
     case = dataclasses.replace(
@@ -107,6 +106,11 @@ DROPS = {torch.float16: (5.0,), torch.bfloat16: (5.0, 8.0), torch.float32: (8.0,
 
 Every head's sinks together, as errors count by the largest one of a whole tensor.
 """
+
+
+def _hiding(score: Any) -> Any:
+    """A mask in the old style; last, because what follows must not see the infinity."""
+    return HIDING if score is None else score >> HIDING
 
 
 def _scales(case: Case) -> str:
