@@ -3,12 +3,13 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ...primitives.bulk_stores import send
 from ...primitives.diagonals import Diagonals
 from ...primitives.pipelines import Slot
 from ...primitives.register_chunks import add_chunks_if, first_number, store_part
+from ...primitives.swizzled_tiles import tile_layout
 from ...primitives.values import narrow, narrowed, permuted
 from ..fused.kernels.backward import Backward
 from ..fused.kernels.dq_semaphore import DqSemaphore
@@ -16,7 +17,7 @@ from ..fused.kernels.key_tile import KeyTile
 from ..fused.kernels.registers.dq_sender import DqSender
 from ..fused.planning.plan_backward import BackwardPlan
 from .backward_tiling import HopperBackwardTiling
-from .dq import DqPart
+from .dq import DqPart, dq_box
 from .key_tile import HopperBackwardBlock, HopperLayouts, KeyWarpgroup, queries_first
 from .wgmma import MN, ROWS, STEP, WARPGROUP, get, in_steps, issue, issue_in_parts, product, put, store_matrix
 
@@ -48,6 +49,14 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 
     def layouts(self):
         return HopperLayouts.of(self.tiling)
+
+    def finished(self, dq):
+        box = dq_box(self.tiling)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), dq, tile_layout(*box), box)
+
+    def part_of_dq(self, m, number):
+        by_rows = self.tiling.dq_split == "rows"
+        return dq_box(self.tiling), *((m * self.tiling.warpgroups + number, 0) if by_rows else (m, number))
 
     def block(self, layouts, counter):
         waits = self.plan.layout.shares_keys
@@ -170,7 +179,7 @@ class KeyConsumer(KeyWarpgroup):
 
     def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
         """One query tile: its part of dQ to memory, or that of the `last` one, its parts of dK and dV to registers."""
-        block = self.block
+        block, self.scale = self.block, call.scale
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
         # (row, column) is (query, key) above the seam
@@ -260,12 +269,21 @@ class KeyConsumer(KeyWarpgroup):
         else:
             mine = Slot(1, self.number, dq_slot.phase)
             edge.wait_empty(mine)
-            store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
+            if const_expr(self.tiling.finishes_dq):
+                self.put_dq(tQrdQ)
+            else:
+                store_part(self.block.sdQ, tQrdQ, self.number, self.thread)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             edge.fill(mine, self.lane)
         # here, as a branch of one lane that the compiler makes of two releases moves additions behind the next wait
         self.block.ds_edge.release(ds_slot, self.lane)
+
+    def put_dq(self, tQrdQ) -> None:
+        """This warpgroup's part of dQ as it is returned, for the warp that sends it."""
+        for i in range(cute.size(tQrdQ)):
+            tQrdQ[i] = tQrdQ[i] * self.scale
+        self.dq.put(self.rounded(tQrdQ), self.block.finished_over_dq(self.number), self.thread)
 
     def starts(self, slots):
         return (*slots, LastDq.none()) if self.tiling.dq_later else slots

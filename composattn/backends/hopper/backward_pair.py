@@ -36,7 +36,7 @@ class HopperBackwardPair(HopperBackwardWide):
     def of_block(self, tensors):
         """Its half of the columns of all but the statistics."""
         d, dv = self.tiling.d, self.tiling.dv
-        widths = BackwardOperands(d, dv, d, dv, 0, d, dv, ())
+        widths = BackwardOperands(d, dv, d, dv, 0, d, dv, (), 0)
 
         def half(tensor, width):
             return cute.domain_offset((0, rank() * width, *(0,) * (cute.rank(tensor) - 2)), tensor)

@@ -49,13 +49,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
-        if self.first_writes:
-            # reductions from registers add to what nobody cleared
-            assert self.dq_in_bulk, "who comes first at dQ writes it, which only copies from shared memory do"
-
-    @property
-    def claimed_parts(self) -> int:
-        return self.dq_parts * (self.dq_begins == "claim")
+        # reductions from registers add to what nobody cleared
+        assert self.dq_in_bulk or not self.first_writes, "who comes first at dQ writes it, which only copies in bulk do"
 
     @property
     def dq_later(self) -> bool:
@@ -91,7 +86,8 @@ class HopperBackwardTiling(BackwardTiling):
 
     @property
     def in_segments(self) -> bool:
-        return self.kernel == "backward" and self.d == self.dv and not (self.ends_backwards or self.claimed_parts)
+        whole = self.ends_backwards or self.dq_begins in ("claim", "only")
+        return self.kernel == "backward" and self.d == self.dv and not whole
 
     @property
     def shared_keys(self) -> bool:

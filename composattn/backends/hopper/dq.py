@@ -1,11 +1,11 @@
 """The product dQ = dS K, to which each warpgroup of the backward adds a part: who has which (`dq_split`)."""
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32
 
 from ...primitives.values import Fixed, permuted
 from .backward_tiling import HopperBackwardTiling
-from .wgmma import MN, K, issue, product
+from .wgmma import MN, K, issue, product, put
 
 
 def dq_columns(tiling: HopperBackwardTiling) -> int:
@@ -31,6 +31,12 @@ def dq_part(tiling: HopperBackwardTiling, whole: cute.Tensor, warpgroup_index, p
     return cute.local_tile(whole, part, place)
 
 
+def dq_box(tiling: HopperBackwardTiling) -> tuple[int, int]:
+    """Rows and columns of a warpgroup's part in a (tile_m, d) tensor."""
+    part = dq_product(tiling, BFloat16)[1]
+    return (part[1], part[0]) if tiling.dq_split == "transposed" else part
+
+
 class DqPart(Fixed):
     """A warpgroup's part of the product, its operands in the shared memory of `block`."""
 
@@ -54,6 +60,10 @@ class DqPart(Fixed):
         self.has_stages = bool(stages)
         self.transposed = tiling.dq_split == "transposed"
         self.count = cute.size(self.shape)  # of a thread's numbers
+
+    def put(self, rounded: cute.Tensor, shared: cute.Tensor, thread) -> None:
+        """What the product gave, rounded, to the part's tile in shared memory."""
+        put(self.mma, rounded, permuted(shared, 1, 0) if self.transposed else shared, thread, self.transposed)
 
     def registers(self) -> cute.Tensor:
         """A thread's registers for the product."""

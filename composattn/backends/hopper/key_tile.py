@@ -16,7 +16,7 @@ from ..fused.kernels.key_tile import KeyGroup
 from ..fused.kernels.registers.dq_sender import AHEAD
 from ..fused.kernels.registers.groups import ThreadGroup
 from .backward_tiling import HopperBackwardTiling
-from .dq import dq_columns
+from .dq import dq_box, dq_columns
 from .wgmma import ROWS, WARPGROUP, fragment_shape, product, row_column_view, warps_of
 
 
@@ -120,6 +120,7 @@ class HopperBackwardBlock(Fixed):
             self.sdQ = cute.make_tensor(room, cute.make_layout(numbers))
             self.part = numbers // self.parts
             self.results = [cute.select(layout, [0, 1]) for layout in (layouts.dk, layouts.dv)]
+            self.finished = tile_layout(*dq_box(tiling))
         self.sLines = None
         if tiling.distances:
             self.sLines = smem.allocate_array(Float32, tiling.distances, byte_alignment=128)
@@ -180,6 +181,10 @@ class HopperBackwardBlock(Fixed):
         room = self.part * Float32.width
         assert cute.cosize(layout.outer) * self.dtype.width <= room, "a result larger than a part of dQ"
         return self._over((self.sdQ.iterator + number * self.part).toint(), layout)
+
+    def finished_over_dq(self, number) -> cute.Tensor:
+        """A warpgroup's part of dQ, rounded, in the place of its sums."""
+        return self._over((self.sdQ.iterator + number * self.part).toint(), self.finished)
 
     def dk_over_keys(self, number, kv_slot: Slot) -> cute.Tensor:
         """dK of a warpgroup's keys, in the place of as many of that stage's keys."""

@@ -55,7 +55,7 @@ class WarpBackward(Backward[WarpBackwardTiling]):
         q, dout = (t if layout.q == "dense" else permuted(t, 1, 0, 2) for t in (given.q, given.dout))
         rest = (given.k, given.v, given.dk, given.dv)
         k, v, dk, dv = (t if layout.kv == "dense" else permuted(t, 1, 0, 2) for t in rest)
-        return BackwardOperands._make([*[None] * 7, ()]), BackwardOperands(q, dout, k, v, statistics, dk, dv, ())
+        return BackwardOperands._make([*[None] * 7, (), None]), BackwardOperands(q, dout, k, v, statistics, dk, dv, ())
 
     def begun(self, tmas, layouts, counter, warp):
         return self.block(layouts, counter)

@@ -146,10 +146,19 @@ class Backward(Kernel, Generic[AnyTiling]):
                 stored = self.stored(host.keys, tensor, part[0])
                 copies.append(cpasync.make_tiled_tma_atom(store, stored, box, part))
         across = self.loads_across(host.q, host.dout, host.k)
+        dq = (None, None) if given.finished is None else self.finished(host.queries.for_copies(given.finished))
         return (
-            BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across)]),
-            BackwardOperands._make([*(c[1] for c in copies), tuple(c[1] for c in across)]),
+            BackwardOperands._make([*(c[0] for c in copies), tuple(c[0] for c in across), dq[0]]),
+            BackwardOperands._make([*(c[1] for c in copies), tuple(c[1] for c in across), dq[1]]),
         )
+
+    def finished(self, dq: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        """The copy by which parts of dQ leave where no sum is left for a postprocess, and dQ as it sees it."""
+        raise NotImplementedError(f"{self.tiling.kernel} leaves sums of dQ")
+
+    def part_of_dq(self, m: Any, number: Any) -> tuple[tuple[int, int], Any, Any]:
+        """How large the part of group `number` in query tile `m` is, and its number along rows, and along columns."""
+        raise NotImplementedError(f"{self.tiling.kernel} leaves sums of dQ")
 
     def stored(self, keys: Any, tensor: cute.Tensor, box: int) -> cute.Tensor:
         """dK or dV as copies of so many rows see it."""
@@ -474,10 +483,11 @@ class BackwardOperands(NamedTuple):
     dk: Any
     dv: Any
     across: tuple  # see `loads_across`
+    dq: Any = None  # where it is finished
 
     @property
     def every(self) -> tuple:
-        return *self[:-1], *self.across
+        return *self[:-2], *self.across, self.dq
 
     @property
     def results(self) -> tuple[Any, Any]:

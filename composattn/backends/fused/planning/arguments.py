@@ -170,6 +170,7 @@ class MainArguments(NamedTuple):
     key_tiles: Any  # (tiles, 2) int32: b and n of each tile of keys, in their order; see `primitives.tile_scheduler`
     captured: Any  # tuple of the tensors that mods and loop bounds read, and lists of tiles
     scalars: Any  # tuple of the run-time numbers that mods read
+    finished: Any = None  # dq (B, Hq, Sq, D), where no postprocess writes it
 
     @staticmethod
     def of(plan: BackwardPlan) -> MainArguments:
@@ -192,6 +193,7 @@ class MainArguments(NamedTuple):
             key_tiles=_work(plan),
             captured=_captured(plan),
             scalars=_scalars(plan),
+            finished=_rows(dtype, layout.q, "heads", "q_len", plan.head_dim) if plan.tiling.finishes_dq else None,
         )
 
 

@@ -125,11 +125,14 @@ class GatherPlan(TiledPlan[AnyTiling]):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlans:
-    """The kernels of one gradient, in the order in which they run; `gather` where tiles of keys are cut."""
+    """The kernels of one gradient, in the order in which they run.
+
+    No `postprocess` where `main` finishes dQ; `gather` where tiles of keys are cut.
+    """
 
     preprocess: PreprocessPlan
     main: BackwardPlan
-    postprocess: PostprocessPlan
+    postprocess: PostprocessPlan | None
     gather: GatherPlan | None = None
 
     def __str__(self) -> str:
@@ -170,6 +173,7 @@ def backward_of(
     architecture.check_gradient(problem)
     program = program.without_sink
     chosen, why = Chosen(tiling, "") if tiling else architecture.backward(problem, program, target, deterministic)
+    chosen = _finishing(problem, chosen, sinks)
     visited, limits = program.of_keys
     lists = made_lists(QueryLists, program.mask, extent_of(problem), (chosen.tile_m, chosen.tile_n))
     intervals = visited if lists is None else ()
@@ -218,9 +222,25 @@ def backward_of(
     return BackwardPlans(
         PreprocessPlan(**of_rows, has_dlse=has_dlse, work=rows),
         main,
-        PostprocessPlan(**of_rows),
+        _postprocess(chosen, of_rows),
         None if cut is None else GatherPlan(**main.of_tiles),
     )
+
+
+def _postprocess(tiling: BackwardTiling, of_rows: dict[str, Any]) -> PostprocessPlan | None:
+    """What finishes dQ, where the main kernel leaves sums."""
+    return None if tiling.finishes_dq else PostprocessPlan(**of_rows)
+
+
+def _finishing(problem: Problem, tiling: AnyTiling, sinks: SinkForm | None) -> AnyTiling:
+    """The tiling, which claims dQ where it would write all of it and a head has several tiles of keys.
+
+    And where the postprocess adds up gradients of sinks.
+    """
+    several = problem.kv_len > tiling.tile_n or not problem.layout.is_dense or problem.layout.strips is not None
+    if tiling.finishes_dq and (several or sinks is not None):
+        return dataclasses.replace(tiling, dq_begins="claim")
+    return tiling
 
 
 def _order_of_rows(problem: Problem, tiling: BackwardTiling, segments: Segments | None) -> WorkTables | None:

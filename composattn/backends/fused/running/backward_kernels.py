@@ -23,12 +23,12 @@ Pieces = Callable[[torch.Tensor, torch.Tensor | None], PiecesArguments]
 def launches(
     preprocess: Kernel,
     main: Kernel,
-    postprocess: Kernel,
+    postprocess: Kernel | None,
     gather: Kernel | None,
     pieces_of: Pieces | None,
     shares_keys: bool,
 ) -> Callable[..., None]:
-    """What launches these kernels on the current device.
+    """What launches these kernels on the current device; without a postprocess the main one finishes dq.
 
     `pieces_of`: dk, the table of tiles of keys → the pieces of tiles, which `gather` adds up. `shares_keys`: strips of
     an image have parts of dk and dv.
@@ -56,11 +56,14 @@ def launches(
             sinks = SinkArguments(sinks=of_sinks[0], workspace=workspace, gradient=of_sinks[1])
         captured, scalars = tuple(reads) or None, tuple(numbers) or None
         keys = dk if shares_keys else None
+        finished = dq if postprocess is None else None
         preprocess(out, dout, lse, dlse, workspace, dq_accum, sequences, query_tiles, sinks, keys)
         main(
-            q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars
+            q, k, v, dout, workspace, dq_accum, dk, dv, pieces, turns, scale, sequences, key_tiles, captured, scalars,
+            finished,
         )  # fmt: skip
-        postprocess(dq_accum, dq, scale, sequences, query_tiles, sinks)
+        if postprocess is not None:
+            postprocess(dq_accum, dq, scale, sequences, query_tiles, sinks)
         if gather is not None:
             gather(pieces, dk, dv, sequences)
 

@@ -94,8 +94,8 @@ class BackwardLauncher:
         return self.kernel_of(self.plans.main)
 
     @cached_property
-    def postprocess(self) -> Kernel:
-        return self.kernel_of(self.plans.postprocess)
+    def postprocess(self) -> Kernel | None:
+        return None if self.plans.postprocess is None else self.kernel_of(self.plans.postprocess)
 
     @cached_property
     def gather(self) -> Kernel | None:
@@ -115,8 +115,7 @@ class BackwardLauncher:
 
     def kernels(self) -> list[Kernel]:
         """All that it launches, made now."""
-        more = [] if self.gather is None else [self.gather]
-        return [self.preprocess, self.main, self.postprocess, *more]
+        return [self.preprocess, self.main, *(k for k in (self.postprocess, self.gather) if k is not None)]
 
     def __call__(
         self,

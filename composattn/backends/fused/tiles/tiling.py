@@ -178,10 +178,9 @@ class BackwardTiling(Tiling):
     `persistent`: a block stays for many work tiles.
     `dq_begins`: a sum of dQ is cleared by the kernel "before", or "beside" the first tiles by a warp of each block; or
     nobody clears it, as the first one there writes where others add: in a fixed order whose "turn" comes first, in any
-    order who makes the first "claim".
-    `heads_at_last`: in a fixed order the last section has so many heads (0: as many as the others), and goes from the
-    first keys to the last, and from the last queries to the first, so that the longest tiles follow the shortest, and
-    nobody waits longer for a turn; None: it goes as the others do.
+    order who makes the first "claim". A head's "only" tile of keys adds to no sum: it has all of dQ.
+    `heads_at_last`: in a fixed order the last section has so many heads (0: as many as the others), and goes from first
+    keys and last queries on, so that long tiles follow short ones, nobody waiting longer; None: as the others go.
     `heads_a_piece`: every tile of keys is cut in pieces of so many query heads of its group, so that those which run
     together are at few heads; 0: it is not.
     """
@@ -189,7 +188,7 @@ class BackwardTiling(Tiling):
     kernel: str = "backward"
     persistent: bool = False
     sharing: ClassVar[int] = 1  # blocks that share a tile of keys, and run together
-    dq_begins: Literal["before", "beside", "turn", "claim"] = "before"
+    dq_begins: Literal["before", "beside", "turn", "claim", "only"] = "before"
     heads_at_last: int | None = None
     heads_a_piece: int = 0
 
@@ -206,12 +205,17 @@ class BackwardTiling(Tiling):
     @property
     def first_writes(self) -> bool:
         """Whether the first one that has a part of dQ writes it."""
-        return self.dq_begins in ("turn", "claim")
+        return self.dq_begins in ("turn", "claim", "only")
+
+    @property
+    def finishes_dq(self) -> bool:
+        """Whether dQ is written as it is returned: no postprocess follows."""
+        return self.dq_begins == "only"
 
     @property
     def claimed_parts(self) -> int:
-        """Parts of a tile of dQ that are claimed one by one; 0: none is."""
-        return 0
+        """Parts of a tile of dQ that are claimed, each a group's; 0: none is."""
+        return 2 * (self.dq_begins == "claim")
 
     @property
     def ends_backwards(self) -> bool:

@@ -65,8 +65,11 @@ class DqSender(Fixed):
                         turn_slot = turn_slot.next()
                     if const_expr(call.claims is not None):
                         writes = is_first(claim, seen, lane)
-                    self.start_sum(writes, source, target + first, self.part)
-                    wait_sums(Boolean(True), read=True)
+                    if const_expr(self.kernel.tiling.finishes_dq):
+                        self.finish(call, work, head, run.tile(i))
+                    else:
+                        self.start_sum(writes, source, target + first, self.part)
+                        wait_sums(Boolean(True), read=True)
                     edge.release(mine, lane)
                     if const_expr(turns is not None):
                         wait_sums(Boolean(True), read=False)
@@ -86,6 +89,12 @@ class DqSender(Fixed):
             write_or_add(writes, source, target, 4 * numbers)
         else:
             add_if(Boolean(True), source, target, 4 * numbers)
+
+    def finish(self, call, work, head, m) -> None:
+        """The copy of this group's part of dQ of a query tile."""
+        place = work.queries.stored(call.tensors.dq, head, *self.kernel.part_of_dq(m, self.number))
+        start(Boolean(True), call.tmas.dq, self.block.finished_over_dq(self.number), *place)
+        wait_read(Boolean(True))
 
     @cute.jit
     def end_tile(self, call, work, slot):
