@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed (extra: g
 import composattn as ca
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.cut import Cut
-from composattn.backends.fused.planning.plan_backward import BackwardPlan, plan_backward
+from composattn.backends.fused.planning.plan_backward import BackwardPlan, SinkForm, plan_backward
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.backward_choice import FORMS, backward_facts, serves
 from composattn.backends.hopper.backward_tiling import HopperBackwardTiling
@@ -81,10 +81,13 @@ def chosen(
 
 
 def test_a_call_of_few_keys_has_a_block_a_tile() -> None:
-    """7,800 queries on 512 keys of D 128 take 0.84 of the time, 4,096 on 77 of D 64 0.90; 1,024 on 77 lose 3 %."""
-    few = [chosen(d, (8, 8, q, kv)) for d, q, kv in ((128, 7800, 512), (64, 4096, 77), (64, 2048, 256))]
-    more = [chosen(d, (8, 8, q, kv)) for d, q, kv in ((64, 1024, 77), (64, 2048, 257), (128, 7800, 7800))]
+    """7,800 queries on 512 keys of D 128 take 0.84 of the time. Blocks of up to three tiles of keys of D 64 stay."""
+    few = [chosen(d, (8, 8, q, kv)) for d, q, kv in ((128, 7800, 512), (64, 8192, 900))]
+    claiming = [chosen(64, (8, 8, q, kv)) for q, kv in ((4096, 77), (1024, 128), (100, 100), (2048, 256), (2048, 384))]
+    more = [chosen(d, (8, 8, q, kv)) for d, q, kv in ((64, 2048, 600), (64, 300, 300), (128, 7800, 7800))]
     assert not any(t.persistent or t.clears for t in few) and all(t.persistent and t.clears for t in more)
+    assert all(t.persistent for t in claiming)
+    assert [t.dq_begins for t in claiming] == ["only", "only", "only", "claim", "claim"]
 
 
 def test_tiles_of_128_queries_have_few_rows_in_vain_and_no_short_lines_behind_scores() -> None:
@@ -282,6 +285,18 @@ def test_queries_on_few_keys_claim_dq_at_d_72(queries: int, stays: bool) -> None
     problem = Problem(19, 16, 16, queries, 300, 72, 72, torch.bfloat16, torch.device("cpu"))
     tiling = plan_backward(problem, Program(None, None), HOPPER).main.tiling
     assert tiling.claimed_parts > 0 and tiling.persistent == stays
+
+
+@pytest.mark.parametrize(("queries", "keys", "d"), [(128, 128, 128), (77, 77, 96), (4096, 77, 64), (3000, 100, 128)])
+def test_the_only_tile_of_keys_finishes_dq(queries: int, keys: int, d: int) -> None:
+    """Not where gradients of sinks wait for a postprocess, nor where a head has another tile."""
+    problem, program = Problem(40, 8, 4, queries, keys, d, d, torch.bfloat16, torch.device("cpu")), Program(None, None)
+    alone = plan_backward(problem, program, HOPPER)
+    assert alone.main.tiling.finishes_dq and alone.postprocess is None
+    with_sinks = plan_backward(problem, program, HOPPER, sinks=SinkForm(torch.float32, by_sequence=False))
+    beside = plan_backward(dataclasses.replace(problem, kv_len=keys + 128), program, HOPPER)
+    for plans_of_both in (with_sinks, beside):
+        assert not plans_of_both.main.tiling.finishes_dq and plans_of_both.postprocess is not None
 
 
 @pytest.mark.parametrize(("batch", "length", "pieces"), [(107, 600, 1), (107, 1024, 4), (3, 600, 3)])

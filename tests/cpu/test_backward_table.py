@@ -70,9 +70,9 @@ def test_evidence_is_of_results_that_are_here() -> None:
 
 
 def test_a_plan_says_its_class_and_whether_its_form_was_measured() -> None:
-    problem = Problem(4, 64, 64, 1000, 1000, 64, 64, torch.bfloat16, torch.device("cpu"))
+    problem = Problem(4, 64, 64, 2000, 2000, 64, 64, torch.bfloat16, torch.device("cpu"))
     words = choose_backward(problem, Program(), HOPPER, False).words
-    assert "no mask, many rounds, a key is seen by up to 1,152 of up to 1,152 queries" in words
-    assert "tiles: 128 queries; measured on 29 shapes" in words and "blocks: blocks stay; measured on" in words
+    assert "no mask, many rounds, a key is seen by up to 2,304 of up to 2,304 queries" in words
+    assert "tiles: 128 queries; measured on 20 shapes" in words and "blocks: blocks stay; measured on" in words
     assert "no sweep timed it: single timings" in choose_backward(problem, Program(), HOPPER, True).words
     assert words in FusedCall(problem, Program(), 0.125, HOPPER).plan
