@@ -35,6 +35,7 @@ TITLES = {
     "backward-wide": "Backward, D above 256",
     "fixed-order": "Backward in a fixed order",
     "models": "Shapes of models",
+    "named": "Shapes and neighbourhoods that a review named",
     "options": "What options cost",
     "trainer": "A small language model in training",
     "host": "What the host takes",
