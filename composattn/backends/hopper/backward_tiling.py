@@ -50,7 +50,7 @@ class HopperBackwardTiling(BackwardTiling):
     def __post_init__(self) -> None:
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
         # reductions from registers add to what nobody cleared
-        assert self.dq_in_bulk or not self.first_writes, "who comes first at dQ writes it, which only copies in bulk do"
+        assert self.dq_in_bulk or not self.first_writes, "the first at dQ writes it: only copies from shared memory do"
 
     @property
     def dq_later(self) -> bool:
