@@ -154,7 +154,7 @@ def _narrow(given: torch.Tensor, x: torch.Tensor, turned: bool, how: Rounding) -
     """`x`, which was made of `given`, in 8 bits; `turned`: its rows were rotated."""
     learns, x_here = torch.is_grad_enabled() and given.requires_grad, x.detach()
     scale = of_rows = _scales(x_here, turned, how)
-    if how.scale == "block":
+    if how.scale == "block" and not surely(x.shape[2] <= how.block):
         of_rows = scale.repeat_interleave(how.block, 2)[:, :, : x.shape[2]]
     if how.scale == "head":
         scale = _by_head(scale)  # (1, H, 1, 1) of packed rows, which can mean nothing but heads
@@ -187,6 +187,8 @@ def _together(fold: Callable[..., torch.Tensor], x: torch.Tensor, how: Rounding)
             return x.new_zeros([1 if n == 0 else n for n in of_rows.shape])  # no row, which amax refuses
         return fold(of_rows, dim, keepdim=True)
     if how.scale == "block":
+        if surely(x.shape[2] <= how.block):  # one block at most, however large it was asked for
+            return fold(of_rows, 2, keepdim=True) if surely(x.shape[2] > 0) else of_rows
         rows = torch.nn.functional.pad(of_rows, (0, 0, 0, -x.shape[2] % how.block))
         return fold(rows.unflatten(2, (-1, how.block)), 3)
     return of_rows

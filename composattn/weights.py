@@ -21,6 +21,8 @@ from .mods.mod import Mod
 from .mods.score import Score
 from .mods.sink import Sink
 
+_WIDENED = (torch.uint16, torch.uint32, torch.uint64)  # of which torch finds no least one
+
 
 def attention_weights(
     q: torch.Tensor,
@@ -49,6 +51,7 @@ def attention_weights(
     try:
         at = torch.as_tensor(rows, device=q.device)
         at = at.view(at.shape)  # a lazy parameter has none
+        at = at.long() if at.dtype in _WIDENED else at
     except (TypeError, ValueError, RuntimeError) as error:
         raise errors.InvalidArgument(f"rows is {rows!r:.40}; pass positions, (R,) integers") from error
     if at.ndim != 1 or at.is_floating_point() or at.is_complex() or at.dtype is torch.bool:

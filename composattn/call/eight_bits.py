@@ -159,6 +159,6 @@ def _spread(scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def block_of(length: int, blocks: int) -> int:
     """The power of two that cuts `length` rows into so many blocks; 0 where there is none."""
     size = 2
-    while -(-length // size) > blocks:
+    while -(-length // size) > blocks > 0:
         size *= 2
     return size if -(-length // size) == blocks else 0

@@ -149,7 +149,7 @@ def _number(name: str, scale: Any, data: torch.Tensor) -> torch.Tensor | None:
     scale = scale_tensor(name, scale, data.device)
     if name == "v" and scale.requires_grad and torch.is_grad_enabled():
         raise errors.GradientUnsupported("v_scale has no gradient; pass v_scale.detach(), or multiply v by it before")
-    return None if surely(scale.numel() == 0) else scale  # of no rows
+    return None if surely(scale.numel() == 0) and surely(data.numel() == 0) else scale  # of no rows
 
 
 def _check_scales(call: InEightBits, scales: tuple[torch.Tensor | None, ...]) -> None:

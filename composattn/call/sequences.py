@@ -36,7 +36,8 @@ class Varlen:
     seqused_q, seqused_k: int32 (B,): how many rows of each sequence are used, from its first row on. None: all of them
         (if the keys lie as the queries do: as many as of the queries). Rows that no sequence uses get out 0, lse -inf
         and zero gradients, whatever they hold. To pad the total, add a last sequence of the padding, with seqused 0.
-    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if you know them; results never depend on them.
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths, if you know them; results never depend on such. One that is
+        too small may leave rows out on a GPU: `debug_checks` refuse it.
 
     New lengths never recompile, and nothing here waits for the device. Kernels don't look at contents; backends in
     PyTorch, which read them anyway, refuse wrong ones, and all do under `composattn.debug_checks(True)`.
@@ -159,8 +160,9 @@ class Paged:
         A cache of 8 bits is a `ca.Quantized`: rows are quantised by its scale, one number or (Hkv,), as it is; or by
         one of each row, (num_pages, Hkv, page_size), which is written beside it, a power of two.
 
-        Raises: `NotATensor`, `UnsupportedLayout` of a lazy parameter, `DeviceMismatch`, `ShapeMismatch`,
-        `SequencesMismatch`, `UnsupportedOption` for `seqused_q` of `varlen` and for a cache with other scales;
+        Raises: `NotATensor`, `UnsupportedLayout` of a lazy parameter and of an expanded cache, `UnsupportedDType` of
+        what is no float, `DeviceMismatch`, `ShapeMismatch`, `SequencesMismatch`, `GradientUnsupported` of a cache that
+        asks for one, `UnsupportedOption` for `seqused_q` of `varlen` and for a cache with other scales or rotated rows;
         `PageOutOfRange`, `UsedOutOfRange`, `OffsetsOutOfRange`, `OffsetsNotMonotone` where contents are looked at.
         """
         _check_appended((k_cache, v_cache), (k, v), self, varlen)
@@ -319,20 +321,40 @@ def _check_appended(caches: tuple[Any, Any], rows: tuple[Any, Any], paged: Paged
     if varlen is not None and varlen.seqused_q is not None:
         raise errors.UnsupportedOption("append takes all packed rows; leave seqused_q out of varlen")
     data = [cache.data if isinstance(cache, Quantized) else cache for cache in caches]
-    for name, held, new in zip("kv", data, rows, strict=True):
+    for name, cache, held, new in zip("kv", caches, data, rows, strict=True):
         for what, t in ((f"{name}_cache", held), (name, new)):
             _check_beside(paged.page_table, what, t)
         _check_rows(name, held, new, paged, varlen is None)
+        _check_written(name, cache)
     counts = [x.shape[2 if varlen is None else 0] for x in rows]
     if differ(*counts):
         raise errors.ShapeMismatch(f"k has {counts[0]} new rows, v {counts[1]}; each key needs its value")
     _check_room(paged, varlen, counts[0], min(len(held) for held in data))
 
 
+def _check_written(name: str, cache: torch.Tensor | Quantized) -> None:
+    """Whether rows can be kept in a cache, each in memory of its own, as what they are."""
+    tensors = (cache.data, cache.scale) if isinstance(cache, Quantized) else (cache,)
+    for t in (t for t in tensors if isinstance(t, torch.Tensor)):
+        if any(surely(step == 0) and surely(size > 1) for step, size in zip(t.stride(), t.shape, strict=True)):
+            raise errors.UnsupportedLayout(f"{name}_cache was expanded: its pages are one; write to a copy, t.clone()")
+        if t.requires_grad and t.is_leaf and torch.is_grad_enabled():
+            raise errors.GradientUnsupported(
+                f"{name}_cache asks for a gradient, and keys in pages are for inference; call under torch.no_grad()"
+            )
+    if isinstance(cache, Quantized) and cache.rotated:
+        raise errors.UnsupportedOption(
+            f"{name}_cache was rotated by ca.quantize, and append writes rows as they are; quantise with "
+            f"hadamard=False, or rotate the rows too and give {name}_cache._replace(rotated=False) to append"
+        )
+
+
 def _check_beside(page_table: torch.Tensor, name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise errors.NotATensor(f"{name} is a {type(tensor).__name__}; pass a torch.Tensor")
     refuse_lazy(name, tensor)
+    if not tensor.is_floating_point():
+        raise errors.UnsupportedDType(f"{name} is {tensor.dtype}; keys and values are floats")
     if tensor.device != page_table.device:
         raise errors.DeviceMismatch(f"{name} is on {tensor.device}, page_table on {page_table.device}")
 

@@ -349,6 +349,21 @@ def test_no_rows_are_quantised_too(scale: Any, better: bool, lengths: tuple[int,
     assert out.shape == shapes[0] and (lengths[1] or (not out.any() and lse.isneginf().all()))
 
 
+def test_a_block_longer_than_all_rows_is_one_block() -> None:
+    given = [drawn(1, 2, n, 16, seed=n) for n in (70, 70, 70)]
+    huge, one = (ca.quantize(*given, scale="block", block=size) for size in (2**40, 128))
+    for found, wanted in zip(huge, one, strict=True):
+        assert torch.equal(found.data.float(), wanted.data.float()) and torch.equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("size", [(0,), (1, H, 0)], ids=str)
+def test_a_scale_of_nothing_is_no_scale_of_rows(name: str, size: tuple[int, ...]) -> None:
+    rows = bytes_of(1, H, 3, 16, seed=0)
+    with pytest.raises(errors.ShapeMismatch, match=f"{name}_scale has shape"):
+        ca.attention(rows, rows, rows, **{f"{name}_scale": torch.ones(size)})
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mods", [{}, MODS], ids=["plain", "mods"])
 def test_gradients_go_straight_through_the_rounding(mods: dict[str, Any], backend: str) -> None:

@@ -43,6 +43,14 @@ def test_rows_that_are_none_are_refused_by_name(rows: Any, generator: torch.Gene
         ca.attention_weights(q, k, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_rows_are_integers_of_any_type(dtype: torch.dtype, generator: torch.Generator) -> None:
+    q, k, _ = qkv(generator=generator, q_len=20)
+    assert torch.equal(
+        ca.attention_weights(q, k, torch.tensor([3, 0], dtype=dtype)), ca.attention_weights(q, k, [3, 0])
+    )
+
+
 # --- mods of shifted positions --------------------------------------------------------------------------------------
 
 
@@ -136,6 +144,30 @@ def test_what_fits_no_page_is_refused(generator: torch.Generator) -> None:
     used = ca.Varlen(torch.tensor([0, 1, 2, 3], dtype=torch.int32), seqused_q=torch.ones(3, dtype=torch.int32))
     with pytest.raises(errors.UnsupportedOption, match="seqused_q"):
         paged.append(k_cache, k_cache.clone(), new[:, :, 0], new[:, :, 0], varlen=used)
+
+
+def test_a_cache_that_can_not_keep_rows_as_they_are_is_refused(generator: torch.Generator) -> None:
+    paged = ca.Paged(torch.arange(2, dtype=torch.int32)[:, None], PAGE, torch.tensor([0, 3], dtype=torch.int32))
+    own, new = torch.zeros(2, HEADS, PAGE, 8), torch.randn(2, HEADS, 1, 8, generator=generator)
+    turned = ca.Quantized(own.to(torch.float8_e4m3fn), torch.ones(HEADS), rotated=True)
+    refused: list[tuple[type[Exception], Any, torch.Tensor]] = [
+        (errors.UnsupportedLayout, own[:1].expand(2, -1, -1, -1), new),
+        (errors.UnsupportedLayout, ca.Quantized(turned.data, torch.ones(1).expand(2, HEADS, PAGE)), new),
+        (errors.UnsupportedDType, own.to(torch.int8), new),
+        (errors.UnsupportedDType, own, new.long()),
+        (errors.UnsupportedDType, own, new + 0j),
+        (errors.GradientUnsupported, own.clone().requires_grad_(), new),
+        (errors.UnsupportedOption, turned, new),
+    ]
+    for error, cache, rows in refused:
+        for caches in ((cache, own), (own, cache)):
+            with pytest.raises(error, match=r"\b[kv](_cache)?\b"):
+                paged.append(*caches, rows, rows)
+    assert not own.any() and not turned.data.float().any()
+    with torch.no_grad():
+        paged.append(own.clone().requires_grad_(), own.clone(), new, new)
+    paged.append(turned._replace(rotated=False), own, new, new)
+    assert turned.data.float().any()
 
 
 def int32(*numbers: int) -> torch.Tensor:
