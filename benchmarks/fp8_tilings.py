@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,23 +35,29 @@ E4M3 = torch.float8_e4m3fn
 TOKENS = 16384
 HEADS = {(64, 64): 32, (96, 96): 16, (128, 128): 16, (192, 128): 16, (192, 192): 8, (256, 256): 8}
 GEMM = 8192
+LOGARITHMS = 0, 2, 4, 6, 8
 ROWS_CHECKED = 256
 
 
-def candidates(dims: tuple[int, int]) -> dict[str, Fp8Tiling]:
-    """By name: rows x keys, in how many pieces the output is multiplied, and whether warpgroups take turns."""
+def candidates(dims: tuple[int, int], masked: bool) -> dict[str, Fp8Tiling]:
+    """By name: rows x keys, in how many pieces the output is multiplied, whether warpgroups take turns, and whether
+    how many exponentials of 8 are logarithms, rounded. Behind a mask warpgroups pass by tiles that only others see."""
     d, dv = dims
     found: dict[str, Fp8Tiling] = {}
     cuts = [(128, 128, 8)] if d == 256 else [(128, 128, 1), (128, 128, 2)]
     if max(dims) <= 128:
-        cuts += [(192, 96, 1), (192, 128, 1), (192, 128, 2)]
+        cuts += [(192, 96, 1), (192, 128, 1), (192, 128, 2), (128, 192, 1)]
     elif dv <= 128:
         cuts += [(192, 96, 1)]
     if max(dims) <= 64:
-        cuts += [(192, 160, 1)]
+        cuts += [(192, 160, 1), (192, 192, 1), (128, 256, 1)]
     for tile_m, tile_n, pieces in cuts:
-        for in_turns in (True, False):
-            found[f"{tile_m}x{tile_n} pieces={pieces} in_turns={in_turns}"] = Fp8Tiling(
+        for in_turns, logarithms in itertools.product((True, False), LOGARITHMS):
+            of = f", {logarithms} of 8 as logarithms" if logarithms else ""
+            name = f"{tile_m}x{tile_n} pieces={pieces} in_turns={in_turns}{of}"
+            found[name] = Fp8Tiling(
+                logarithms=logarithms,
+                passes_by=masked and tile_m == 192,
                 tile_m=tile_m,
                 tile_n=tile_n,
                 d=d,
@@ -94,14 +102,15 @@ class Case:
         sizes = (self.batch, self.heads, self.heads, self.length, self.length, d, dv)
         problem = Problem(*sizes, torch.bfloat16, torch.device(device), narrow=(E4M3, E4M3, E4M3))
         program = Program(None, causal().expr if self.masked else None)
-        return plan_forward(problem, program, HOPPER, return_lse=False, tiling=candidates(self.dims)[self.name])
+        tiling = candidates(self.dims, self.masked)[self.name]
+        return plan_forward(problem, program, HOPPER, return_lse=False, tiling=tiling)
 
 
 def cases(dims: list[tuple[int, int]], lengths: list[int], masks: list[bool]) -> Iterator[Case]:
     for each in dims:
         for length in lengths:
             for masked in masks:
-                for name in candidates(each):
+                for name in candidates(each, masked):
                     yield Case(each, length, masked, name)
 
 
@@ -214,6 +223,7 @@ def main() -> None:
     parser.add_argument("--dims", default="64,96,128,192/128,192,256")
     parser.add_argument("--lengths", default="16384")
     parser.add_argument("--masks", default="full,causal")
+    parser.add_argument("--only", default="", help="regular expression on the names of tilings")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--mods", action="store_true", help="calls with mods too")
@@ -225,6 +235,7 @@ def main() -> None:
     every = list(
         cases(dims, [int(n) for n in given.lengths.split(",")], [m == "causal" for m in given.masks.split(",")])
     )
+    every = [case for case in every if re.search(given.only, case.name)]
     compile_first(compiled if given.dry else kept, every, given.workers)
     if given.dry:
         return

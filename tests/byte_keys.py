@@ -95,7 +95,7 @@ def tiles_of_bytes() -> Iterator[None]:
     def choose(problem: Problem, *others: Any) -> Any:
         if problem.narrow is not None:
             tiling = hopper.forward(problem, *others).tiling
-            in_own_type = {"scales_queries": False} if isinstance(tiling, ByteTiling) else {}
+            in_own_type = {"scales_queries": False} if isinstance(tiling, (ByteTiling, WideByteTiling)) else {}
             chosen.append(dataclasses.replace(tiling, **in_own_type))
             return Chosen(chosen[-1], "")
         if not chosen:  # many queries: 8 bits are widened before the kernel, which takes 16

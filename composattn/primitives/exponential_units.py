@@ -9,6 +9,8 @@ import dataclasses
 class ExponentialUnits:
     """Columns whose 2^x a polynomial of `degree` 3 to 5 gives: the last `polynomial` of every `period` of a thread.
 
+    Degree 1 is for e4m3 alone, which rounds it, see `e4m3_powers`.
+
     An SM computes 16 exponentials per clock and 128 multiply-adds; a softmax that waits for the first can
     give a part of its columns to the second (FlashAttention-4, section 3.1.3, has 10 to 25 %). See `exponential`.
     """

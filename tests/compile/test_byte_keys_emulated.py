@@ -62,9 +62,10 @@ def test_each_finite_code_is_the_number_it_stands_for(kind: torch.dtype, dtype: 
     assert torch.equal(out.float().flatten(), codes.float())
 
 
-def test_few_queries_of_bf16_have_no_larger_error_than_on_16_bit_keys() -> None:
+@pytest.mark.parametrize("d", [128, pytest.param(320, marks=pytest.mark.slow)])
+def test_few_queries_of_bf16_have_no_larger_error_than_on_16_bit_keys(d: int) -> None:
     """Rows from 2^-20 to 2^20 times as large as others, and one whose first number is 2^40 times the next one."""
-    q, k, v = (torch.randn(1, heads, n, 128) for heads, n in ((8, 1), (1, 200), (1, 200)))
+    q, k, v = (torch.randn(1, heads, n, d) for heads, n in ((8, 1), (1, 200), (1, 200)))
     sizes = 2.0 ** torch.tensor([-20.0, -10, -5, 0, 0, 5, 10, 20]).view(1, 8, 1, 1)
     q[:, 3, :, 1:], k[..., 0] = q[:, 3, :, 1:] * 2.0**-40, 0.0
     q = (q * sizes).bfloat16()
@@ -82,17 +83,19 @@ def test_few_queries_of_bf16_have_no_larger_error_than_on_16_bit_keys() -> None:
         assert ((of_bytes[1].double() - exact_lse).abs() <= 1e-6 * (1 + exact_lse.abs())).all()
 
 
-def test_queries_that_are_no_numbers_make_none() -> None:
-    q, k = torch.randn(1, 4, 1, 128).bfloat16(), torch.randn(1, 1, 200, 128).to(E4M3)
+@pytest.mark.parametrize("d", [128, 320])
+def test_queries_that_are_no_numbers_make_none(d: int) -> None:
+    q, k = torch.randn(1, 4, 1, d).bfloat16(), torch.randn(1, 1, 200, d).to(E4M3)
     q[0, 0], q[0, 1, 0, 5], q[0, 2, 0, 5] = 0.0, torch.inf, torch.nan
     out = ca.attention(q, k, k, backend=HOPPER)
     assert out[0, 1:3].isnan().all()
     assert out[0, [0, 3]].isfinite().all()
 
 
-def test_small_weights_of_many_keys_are_not_lost() -> None:
+@pytest.mark.parametrize("d", [64, 320])
+def test_small_weights_of_many_keys_are_not_lost(d: int) -> None:
     """One key has 2^26 times the weight of 512 others, whose values are as much larger: fp16 ends at 2^-24."""
-    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 513, 64), torch.full((1, 1, 513, 64), 448.0)
+    q, k, v = torch.zeros(1, 1, 1, d), torch.zeros(1, 1, 513, d), torch.full((1, 1, 513, d), 448.0)
     q[..., 0], k[..., 0, 0], v[..., 0, :] = 1.0, 8.0, 2.0**-9
     q, k, v = q.bfloat16(), k.to(E4M3), v.to(E4M3)
     scale = 26 / 8 / 1.4426950408889634

@@ -155,6 +155,22 @@ def without_lse(*tensors: torch.Tensor, return_lse: bool, **how: Any) -> Any:
     return attention(*tensors, **how), ca.attention(*tensors, **how, return_lse=True, backend="reference")[1]
 
 
+ROUNDED = [name for name in MODS if name != "dropout"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "sinks" else pytest.mark.slow) for n in ROUNDED])
+def test_exponentials_of_degree_1_are_as_near_as_p_of_e4m3(name: str, multiplied: list[str]) -> None:
+    check(without_lse, fp8_case(**MODS[name]))
+    assert multiplied == [FP8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [96, 128, 192])
+def test_exponentials_of_degree_1_are_right_at_other_head_dimensions(d: int, multiplied: list[str]) -> None:
+    check(without_lse, fp8_case(d, lengths=(130, 300), mask_mod=causal()))
+    assert multiplied == [FP8]
+
+
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "of 64": ({"block": 64}, {}),
     "of 32 keys, causal": ({"block": 32}, {"mask_mod": causal()}),

@@ -251,7 +251,7 @@ def _of_few_rows(call: Facts, cut: Cut) -> HopperTiling:
     most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
     if call.of_bytes:  # two stages that are multiplied; what is on its way are bytes
         of_bytes["byte_stages"] = min(most * cut.parts, (2 * room - 4 * stage) * cut.parts // stage)
-        of_bytes["parts"], of_bytes["scales_queries"] = cut.parts, cut.in_fp16 and call.types.q is torch.bfloat16
+        of_bytes["parts"], of_bytes["scales_queries"] = cut.parts, _in_fp16(call, cut)
         most = min(2, most)
     return _tiling(
         call,
@@ -267,14 +267,19 @@ def _of_few_rows(call: Facts, cut: Cut) -> HopperTiling:
     )
 
 
+def _in_fp16(call: Facts, cut: Cut) -> bool:
+    return cut.in_fp16 and call.types.q is torch.bfloat16
+
+
 def _wide(call: Facts) -> WideTiling:
     """Stages for which there is room; of bytes as many rows are multiplied as are queries' heads, by 16."""
     d, dv = (-(-n // SLICE) * SLICE for n in call.dims)
     kind: Any = WideTiling
-    keys, scheduler = first(TABLES["wide_keys"], call), Scheduler.asked(call.persistent)
-    made = _alike(call, "forward_wide") | {"d": d, "dv": dv, "tile_m": ROWS, "tile_n": keys, "scheduler": scheduler}
+    cut, scheduler = Cut(**first(TABLES["wide"], call)), Scheduler.asked(call.persistent)
+    made = _alike(call, "forward_wide") | {"d": d, "dv": dv, "tile_m": ROWS, "tile_n": cut.keys, "scheduler": scheduler}
     if call.of_bytes:  # whose columns of V are rows of a product for each warpgroup
         kind, made["dv"], made["rows"] = WideByteTiling, dv + dv % (GROUPS * ROWS), max(16, slots(_rows(call)))
+        made["scales_queries"] = _in_fp16(call, cut)
     none: WideTiling = kind(**made, stages=0)
     return dataclasses.replace(none, stages=(call.target.shared_memory - none.shared_memory(2)) // none.stage)
 

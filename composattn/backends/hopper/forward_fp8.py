@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...graph.expr import Dep
 from ...primitives.emit import Evaluator
 from ...primitives.emit_scales import RUNS_AT_MOST, KeptScales, KeyScales, RunScales, TileScales
 from ...primitives.pipelines import Copies, Edge, Warps
@@ -49,8 +50,11 @@ class HopperForwardFp8(HopperForwardApart):
         plan = self.plan
         # rounded, which the output does not notice, but LSE would; dropout leaves some out of the output alone
         asked = plan.return_lse or plan.return_max_scores or plan.is_split or plan.program.keep is not None
-        # and where keys of a tile have several scales of V, small ones would be lost
+        # and where keys of a tile have several scales of V, small ones would be lost; or weights of their own
         asked = asked or (self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n)
+        asked = asked or (
+            self.mods.values is not None and self.mods.scales.values is None and self.mods.values.deps & Dep.KV
+        )
         return Fp8Products(self.tiling, block, number, not asked)
 
     @cute.jit

@@ -41,7 +41,7 @@ class HopperForwardWide(WarpgroupForward[WideTiling]):
         super().__init__(plan, fragment_shape(plan.tiling.tile_n // GROUPS))
 
     def block(self, call):
-        return HopperWideBlock(self.tiling, self.dtype)
+        return HopperWideBlock(self.tiling, self.dtype, self.out_dtype)
 
     def products(self, block, number):
         return HopperWideProducts(self.tiling, block, number)
@@ -80,7 +80,7 @@ class WideLoad(Role):
         if self.number == 0:
             gQ = work.queries.tiles(call.tensors.q, work.h, (self.kernel.heads.box(ROWS), tiling.d))
             bar = block.q_edge.acquire(q_slot)
-            tQsQ, tQgQ = partition(call.tmas.q, block.sQ, gQ)
+            tQsQ, tQgQ = partition(call.tmas.q, block.copied_queries, gQ)
             load(call.tmas.q, tQgQ, work.m, tQsQ, bar)
         tiles = self.kernel.kv_tiles(call, work)
         source = kv_source(work.keys, work.kv_head, tiling.tile_n)
@@ -118,7 +118,7 @@ class Ring(Fixed):
 class HopperWideBlock(Fixed):
     """Shared memory of one block: where Q (later O), the slices and P lie, and the edges between the roles."""
 
-    def __init__(self, tiling, dtype):
+    def __init__(self, tiling, dtype, out_dtype):
         self.tiling, self.dtype = tiling, dtype
         wide = dtype.width // 8
         sizes = [rows * columns for rows, columns in (tiling.key_box, tiling.value_box)]
@@ -133,13 +133,18 @@ class HopperWideBlock(Fixed):
         start = smem.allocate_array(dtype, ROWS * max(tiling.d, tiling.dv), byte_alignment=1024)
         self.sQ = tensor_of(start, tile_layout(ROWS, tiling.d), dtype)
         columns = tiling.output_columns
-        self.sO = tensor_of(start, tile_layout(ROWS, columns), dtype, (GROUPS, ROWS * columns))
+        self.sO = tensor_of(start, tile_layout(ROWS, columns), out_dtype, (GROUPS, ROWS * columns))
         self.sK, self.sV = self.slices(smem)
         layout = tile_layout(ROWS, tiling.tile_n)
         self.sP = smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
         # a number of each row and warpgroup
         self.sRows = smem.allocate_tensor(Float32, cute.make_layout((ROWS, GROUPS)), 128)
         self.more_memory(smem)
+
+    @property
+    def copied_queries(self) -> cute.Tensor:
+        """Q as copies bring it."""
+        return self.sQ
 
     @property
     def number_bytes(self) -> int:

@@ -6,18 +6,20 @@ tile of K or V ever lies in shared memory: Sᵀ = K Qᵀ, and Oᵀ = Vᵀ Pᵀ. 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8
+from cutlass import Float16, Float32, Int32, Uint8, const_expr
 
 from ...primitives.branches import store_if, when
 from ...primitives.dequantise import Widening
+from ...primitives.lanes import LANES
 from ...primitives.matrix_loads import load_matrices
 from ...primitives.online_softmax import any_rescales, rescale_rows, rescale_rows_if_needed
 from ...primitives.swizzled_tiles import at_column, get_words, put_words, tile_layout
-from ...primitives.values import Fixed
+from ...primitives.values import Fixed, smaller
 from .forward_wide import HopperForwardWide, HopperWideBlock, SharedRows, WideConsumer
+from .scaled_queries import in_fp16, numbers_of, power_of, times_scales
 from .turning import Lines
-from .wgmma import MN, ROWS, STEP, WARPGROUP, WarpgroupProducts, issue_all, product, row_column_view
-from .wide_tiling import GROUPS, SLICE, STAGE
+from .wgmma import MN, ROWS, STEP, WARPGROUP, WarpgroupProducts, fragment_shape, issue_all, product, row_column_view
+from .wide_tiling import GROUPS, SLICE, STAGE, WideByteTiling
 
 PAIR = 2 * STEP  # bytes: two steps of a product's sum, which four matrices of a load have
 
@@ -30,11 +32,18 @@ class HopperForwardWideOfBytes(HopperForwardWide):
         Swᵀ = Kw Qᵀ | turned | maxima, meet, the other's maxima | softmax, Pw to shared memory, meet | Owᵀ += Vwᵀ Pᵀ
     """
 
+    tiling: WideByteTiling
+
     def block(self, call):
-        return HopperWideByteBlock(self.tiling, self.dtype, self.key_types)
+        return HopperWideByteBlock(self)
+
+    @property
+    def multiplied(self):
+        """The type of all that is multiplied."""
+        return Float16 if self.tiling.scales_queries else self.dtype
 
     def products(self, block, number):
-        return TurnedProducts(self.tiling, block, number)
+        return TurnedProducts(self.tiling, block, number, self.fragment.rows, self.mods.changes_scores)
 
     def consumer(self, block, thread, scale_log2):
         return ByteConsumer(self, block, thread, scale_log2)
@@ -51,9 +60,13 @@ class HopperWideByteBlock(HopperWideBlock):
 
     number_bytes = 1
 
-    def __init__(self, tiling, dtype, key_types):
-        self.key_types = key_types
-        super().__init__(tiling, dtype)
+    def __init__(self, kernel):
+        self.key_types, self.copied = kernel.key_types, kernel.dtype
+        super().__init__(kernel.tiling, kernel.multiplied, kernel.out_dtype)
+
+    @property
+    def copied_queries(self):
+        return self.sQ if self.copied is self.dtype else cute.recast_tensor(self.sQ, self.copied)
 
     def slices(self, smem):
         tiling = self.tiling
@@ -76,7 +89,12 @@ class TurnedProducts(WarpgroupProducts):
     What they leave is (keys or columns, rows of the tile). `qk` and `pv` say how those lie who have rows first.
     """
 
-    def __init__(self, tiling, block, number):
+    def __init__(self, tiling, block, number, fragment_rows, seen):
+        # what scores of a thread's rows are multiplied by, see `ScaledProducts`; here where mods see them
+        self.scales = cute.make_rmem_tensor(fragment_rows, Float32)
+        self.scales.fill(1.0)
+        self.row_scales = self.scales if tiling.scales_queries and not seen else None
+        self.multiplies = tiling.scales_queries and seen
         keys, columns, rows = tiling.key_box[0], tiling.output_columns, tiling.rows
         self.qk, self.pv = product(block.dtype, keys), product(block.dtype, columns, right=MN)
         self.turned = product(block.dtype, rows, left_in_registers=True, written="whole")
@@ -94,6 +112,10 @@ class TurnedProducts(WarpgroupProducts):
 
     def probabilities(self) -> None:
         """They lie in shared memory."""
+
+    def remembered(self, sums):
+        scores = super().remembered(sums)
+        return times_scales(scores, self.scales, cute.size(sums)) if self.multiplies else scores
 
     def left(self, summed: int) -> cute.Tensor:
         """Registers for 64 rows of so many numbers."""
@@ -148,14 +170,39 @@ class ByteConsumer(WideConsumer):
         tiling, rows = self.tiling, self.tiling.rows
         start = self.block.sQ.iterator.toint()
         first = self.number * WARPGROUP + self.thread
-        for i in cutlass.range(first, rows * (tiling.d // STEP), GROUPS * WARPGROUP, unroll=1):
-            self.part_pairs(start + at_column(i % rows, i // rows * STEP, ROWS, tiling.d))
+        if const_expr(tiling.scales_queries):
+            for row in cutlass.range(first // LANES, rows, GROUPS * WARPGROUP // LANES, unroll=1):
+                store_if(self.lane == 0, self.block.sFactors, (row, 0), self.scaled(start, row))
+        else:
+            for i in cutlass.range(first, rows * (tiling.d // STEP), GROUPS * WARPGROUP, unroll=1):
+                place = start + at_column(i % rows, i // rows * STEP, ROWS, tiling.d)
+                self.put_parted(place, [get_words(place), get_words(place ^ 16)])
         cute.arch.fence_view_async_shared()  # products read what these wrote
         self.sync_consumers()
+        if const_expr(tiling.scales_queries):
+            self.read_scales()
 
-    def part_pairs(self, place) -> None:
-        """Those of 16 numbers."""
-        words = [get_words(place), get_words(place ^ 16)]
+    def read_scales(self) -> None:
+        """Those of this thread's rows; behind a meeting, and before one that others write a factor behind."""
+        for r, below in enumerate(fragment_shape(8).row_offsets):  # rows of the tile, not queries
+            self.products.scales[r] = self.block.sFactors[(self.row + below) % self.tiling.rows, 0]
+
+    def scaled(self, start, row):
+        """A row to fp16, by a warp, with its pairs in that order; gives what its scores are multiplied by."""
+        pieces = self.tiling.d // STEP
+        places = []
+        for first in range(0, pieces, LANES):
+            piece = smaller(first + self.lane, pieces - 1)  # some lanes have the last one together
+            places.append(start + at_column(row, piece * STEP, ROWS, self.tiling.d))
+        numbers = [[numbers_of(get_words(place ^ 16 * half)) for half in range(2)] for place in places]
+        factor, scale = power_of([x for piece in numbers for half in piece for x in half], (1, 2, 4, 8, 16))
+        cute.arch.sync_warp()
+        for place, piece in zip(places, numbers, strict=True):
+            self.put_parted(place, [in_fp16(half, factor) for half in piece])
+        return scale
+
+    def put_parted(self, place, words) -> None:
+        """Pairs of 16 numbers."""
         for half in range(2):
             some = cute.make_rmem_tensor(4, Int32)
             for n in range(4):

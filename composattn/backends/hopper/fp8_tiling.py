@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -23,18 +23,16 @@ FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
 ALIGNED = 1024  # bytes where each part of shared memory begins
 TURNING = 3  # warps that turn V: those beside the copying one
-# Registers of a copying thread, and blocks of 32 keys that it turns at once, four words of each
-MANY, FEW = (40, 4), (24, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Tiling(HopperTiling):
     """Sums of a tile's P V lie apart and are added to the output in fp32, as the unit keeps 14 bits of its sums.
 
-    Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup. (With
-    scores of the next tile under the softmax D 128 reached 877 TFLOP/s, so 1,044; H200, S 16k.) `pieces`: so many times
-    a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns at the unit, with the
-    output of one tile and the scores of the next. `numbers`: see `KeyScales`. `passes_by`: kv tiles only others see.
+    Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup.
+    `pieces`: so many times a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns,
+    with the output of a tile and the next scores. `numbers`: see `KeyScales`. `passes_by`: tiles that only others see.
+    `logarithms`: so many of 8 exponentials are, see `e4m3_powers`. `beside_sums`: fields that differ if sums are asked.
     """
 
     element_bytes: ClassVar[int] = 1
@@ -43,6 +41,8 @@ class Fp8Tiling(HopperTiling):
     in_turns: bool = True
     numbers: int = 0
     passes_by: bool = False
+    logarithms: int = 0
+    beside_sums: tuple[tuple[str, Any], ...] = ()  # type: ignore[misc]
 
     @property
     def offset(self) -> float:
@@ -65,8 +65,8 @@ class Fp8Tiling(HopperTiling):
 
     @property
     def _copying(self) -> tuple[int, int]:
-        """Registers of a copying thread, and what it turns at once: D 256 leaves the fewest."""
-        return (32, 4) if self.warpgroups == 3 else FEW if self.output_direct else MANY
+        """Registers of a copying thread, and blocks of 32 keys that it turns at once: D 256 leaves the fewest."""
+        return (32, 4) if self.warpgroups == 3 else (24, 2) if self.output_direct else (40, 4)
 
     @property
     def turned_at_once(self) -> int:
@@ -92,7 +92,7 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     form = row_of(TABLES["fp8"], call, mods_keep=kept, runs=scales.keys)
     rounds = query_tiles(problem, call.heads, form.says["tile_m"]) / target.sms
     tiling = Fp8Tiling(
-        **form.says,
+        **form.says | {"beside_sums": tuple(form.says.get("beside_sums", {}).items())},
         d=call.d,
         dv=call.dv,
         heads_together=call.heads_together,

@@ -8,8 +8,10 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute import math as cm
 
+from ...primitives.e4m3_powers import E4m3Softmax
 from ...primitives.emit import SCALES
 from ...primitives.emit_scales import TileScales
+from ...primitives.exponential_units import ExponentialUnits
 from ...primitives.row_lines import LINES
 from ..fused.kernels.registers.group_rows import GroupRows
 from .wgmma import round_to_e4m3
@@ -34,8 +36,16 @@ class PromotingRows(GroupRows):
         self.unit.fill(1.0)
         self.change.fill(1.0)
 
+    @property
+    def units(self):
+        return ExponentialUnits(self.tiling.logarithms * self.products.adds_probabilities, 8, degree=1)
+
+    @property
+    def softmax_type(self):
+        return E4m3Softmax if self.units.polynomial else super().softmax_type
+
     def round(self, probabilities):
-        round_to_e4m3(self.tOrP, probabilities)
+        round_to_e4m3(self.tOrP, probabilities, self.units)
 
     def read_beside(self, k_slot, ahead):
         scales = self.block.kept_scales

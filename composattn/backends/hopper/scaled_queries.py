@@ -56,29 +56,43 @@ class ScaledProducts(PartProducts):
         for first in range(0, pieces, SHARING):
             piece = smaller(first + lane, pieces - 1)  # some lanes have the last one together
             places.append(start + at_column(row, piece * PIECE, ROWS, self.tiling.d))
-        numbers = [number for place in places for number in _numbers(get_words(place))]
-        largest = over_lanes(cute.arch.fmax, tree(cute.arch.fmax, [cm.abs(x) for x in numbers]), (1, 2))
-        exponent = larger(largest.bitcast(Int32) >> 23, TOP - 126)  # neither power is below the least normal number
-        factor = (TOP + 127 - exponent << 23).bitcast(Float32)
+        numbers = [numbers_of(get_words(place)) for place in places]
+        factor, scale = power_of([x for piece in numbers for x in piece], (1, 2))
         cute.arch.sync_warp()
-        for n, place in enumerate(places):
-            wide, rounded = (cute.make_rmem_tensor(PIECE, kind) for kind in (Float32, Float16))
-            for i in range(PIECE):
-                wide[i] = numbers[n * PIECE + i] * factor
-            narrow(rounded, wide)
-            put_words(place, cute.recast_tensor(rounded, Int32))
-        return (exponent - (TOP - 127) << 23).bitcast(Float32)
+        for place, piece in zip(places, numbers, strict=True):
+            put_words(place, in_fp16(piece, factor))
+        return scale
 
     def remembered(self, sums: cute.Tensor) -> Remembered:
         scores = super().remembered(sums)
-        if self.row_scales is None:
-            for r in range(cute.size(self.scales)):
-                for c in range(self.tiling.tile_n // SHARING):
-                    scores[r, c] = scores[r, c] * self.scales[r]
-        return scores
+        return times_scales(scores, self.scales, cute.size(sums)) if self.row_scales is None else scores
 
 
-def _numbers(words: cute.Tensor) -> list[Float32]:
+def times_scales(scores: Remembered, scales: cute.Tensor, count: int) -> Remembered:
+    """Scores, of `count` registers, times their rows' scales, in place."""
+    for r in range(cute.size(scales)):
+        for c in range(count // 2):
+            scores[r, c] = scores[r, c] * scales[r]
+    return scores
+
+
+def power_of(numbers: list[Float32], lanes: tuple[int, ...]) -> tuple[Float32, Float32]:
+    """What a row with these numbers, and those of the other `lanes`, is multiplied by, and what takes that back."""
+    largest = over_lanes(cute.arch.fmax, tree(cute.arch.fmax, [cm.abs(x) for x in numbers]), lanes)
+    exponent = larger(largest.bitcast(Int32) >> 23, TOP - 126)  # neither power is below the least normal number
+    return (TOP + 127 - exponent << 23).bitcast(Float32), (exponent - (TOP - 127) << 23).bitcast(Float32)
+
+
+def in_fp16(numbers: list[Float32], factor: Float32) -> cute.Tensor:
+    """Eight numbers times `factor`, in four words."""
+    wide, rounded = (cute.make_rmem_tensor(PIECE, kind) for kind in (Float32, Float16))
+    for i, number in enumerate(numbers):
+        wide[i] = number * factor
+    narrow(rounded, wide)
+    return cute.recast_tensor(rounded, Int32)
+
+
+def numbers_of(words: cute.Tensor) -> list[Float32]:
     """Eight numbers of bf16 in four words, as fp32."""
     halves = [half for i in range(4) for half in (words[i] << 16, words[i] & -(1 << 16))]
     return [half.bitcast(Float32) for half in halves]

@@ -21,7 +21,6 @@ GUESSING = "forward_guessing"  # probabilities by the maximum before their tile
 SUMS = 8  # columns of the output there that are sums: the least by which a product can be wider
 OF_BYTES = "_of_bytes"
 OF_KEYS, OF_VALUES = 4, 3  # warps that make 16-bit numbers of bytes: a warpgroup more, and those that copy nothing
-LARGEST = 65504.0  # of fp16
 FILE = Path(__file__).with_name("forward.json")
 TABLES = tables_of(FILE)
 
@@ -165,22 +164,14 @@ class HopperTiling(ForwardTiling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTiling(HopperTiling):
-    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`; `parts` of them make a tile of keys.
-
-    `scales_queries`: queries of bf16 are made fp16, and all that is multiplied is, see `scaled_queries`.
-    """
+    """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`; `parts` of them are a tile."""
 
     of: ClassVar[str] = OF_BYTES
     converts: ClassVar[bool] = True
 
     byte_stages: int  # type: ignore[misc]
     parts: int = 1  # type: ignore[misc]
-    scales_queries: bool = False
-
-    @property
-    def offset(self) -> float:
-        """P is as large as fp16 holds where its maximum may lag: bf16 has smaller numbers."""
-        return float(math.floor(math.log2(LARGEST) - self.threshold.most)) if self.scales_queries else 0.0
+    scales_queries: bool = False  # type: ignore[misc]
 
     @property
     def reads_far_ahead(self) -> bool:

@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from ...primitives.e4m3_powers import e4m3
+from ...primitives.exponential_units import HARDWARE, ExponentialUnits
 from ...primitives.pipelines import Warps
 from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
@@ -199,21 +201,19 @@ def row_column_view(accumulator: cute.Tensor) -> cute.Tensor:
 # --- from tensors to registers, and back ------------------------------------------------------------------------
 
 
-def round_to_e4m3(left: cute.Tensor, sums: cute.Tensor) -> None:
+def round_to_e4m3(left: cute.Tensor, sums: cute.Tensor, units: ExponentialUnits = HARDWARE) -> None:
     """A product's sums, rounded to e4m3 with no exchange between lanes, as the left operand of another one.
 
     A word has four columns that its thread has: two of each 8, so the operand's columns of each 16 come in the order
-    0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in which the rows of the right operand have to lie.
+    0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, in which the rows of the right operand have to lie. `units`: what computed
+    which columns' sums.
     """
     words = cute.recast_tensor(left, cutlass.Int32)
     for i in range(cute.size(words)):
         first = 16 * (i // 4) + 8 * (i // 2 % 2) + 2 * (i % 2)  # rows r and r + 8 come in turns
-        words[i] = cute.arch.inline_ptx(
-            "{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};\n"
-            "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};\nmov.b32 {$w0}, {low, high};\n}",
-            write_only_types=[cutlass.Int32],
-            read_only_args=[sums[first + place] for place in (0, 1, 4, 5)],
-        )
+        column = first // 4 * 2
+        numbers = [sums[first + place] for place in (0, 1, 4, 5)]
+        words[i] = e4m3(numbers, (units.is_polynomial(column), units.is_polynomial(column + 2)))
 
 
 def get(mma: cute.TiledMma, registers: cute.Tensor, shared: cute.Tensor, thread) -> None:

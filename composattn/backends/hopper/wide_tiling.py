@@ -60,6 +60,7 @@ class WideByteTiling(WideTiling):
     stage: ClassVar[int] = GROUPS * STAGE
 
     rows: int
+    scales_queries: bool = False  # type: ignore[misc]
 
     @property
     def most_rows(self) -> int:

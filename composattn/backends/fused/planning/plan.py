@@ -318,6 +318,7 @@ def forward_of(
     problem, program, target = posed.problem, posed.program, posed.target
     architecture_of(target).check(problem, program)
     tiling, why = chosen_forward(posed) if tiling is None else Chosen(tiling, "")
+    tiling = _beside_sums(posed, tiling, asked=return_lse or return_max_scores)
     if tiling.most_rows < min(tiling.tile_m, problem.queries * tiling.slots):
         raise ValueError(f"{tiling.kernel} computes {tiling.most_rows} rows, of {problem.q_len} queries there are more")
     # rows of one axis say which tiles of a strip's keys are seen, with no lists
@@ -358,6 +359,13 @@ def forward_of(
         splits=parts,
         many_heads=problem.q_heads > MOST_ACROSS,
     )
+
+
+def _beside_sums(posed: Posed, tiling: ForwardTiling, asked: bool) -> ForwardTiling:
+    """The tiling, with other fields where sums of rows are asked for, as parts of keys have them too."""
+    if tiling.beside_sums and (asked or splits(posed.problem, tiling, posed.target) > 1):
+        return dataclasses.replace(tiling, **dict(tiling.beside_sums))
+    return tiling
 
 
 def _ordered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -107,6 +108,8 @@ class ForwardTiling(Tiling):
 
     parts: ClassVar[int] = 1  # stages that bring a tile of K, or of V
     byte_stages: ClassVar[int] = 0  # of K and V that come as 8-bit numbers beside 16-bit queries
+    scales_queries: ClassVar[bool] = False  # of bf16, which are made fp16, and all that is multiplied is
+    beside_sums: ClassVar[tuple[tuple[str, Any], ...]] = ()  # fields where sums of rows are asked for, as LSE is
 
     kernel: str = "forward"
     packed_heads: int = 1
@@ -132,8 +135,8 @@ class ForwardTiling(Tiling):
 
     @property
     def offset(self) -> float:
-        """Probabilities are 2 to this power as large until rows end."""
-        return 0.0
+        """Probabilities are 2 to this power as large until rows end: as fp16 holds where maxima lag."""
+        return 15.0 - math.ceil(self.threshold.most) if self.scales_queries else 0.0
 
     @property
     def most_rows(self) -> int:

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from .....primitives.branches import when
 from .....primitives.bulk_stores import send
+from .....primitives.exponential_units import ExponentialUnits
 from .....primitives.online_softmax import OnlineSoftmax, rescale_rows, rescale_rows_if_needed
 from .....primitives.register_chunks import THREADS
 from .....primitives.remembered import Remembered
@@ -84,12 +85,12 @@ class OutputRows(QueryRows[AnyForwardTiling]):
         self.tOrO = cute.make_rmem_tensor(me.products.output_shape, Float32)
         self.tOrP = me.products.probabilities()
         self.output = self.products.rows_of(self.tOrO)
-        highest, units = me.plan.return_max_scores, me.tiling.exponential
+        highest, units = me.plan.return_max_scores, self.units
         least, threshold, offset = mods.least_score, me.tiling.threshold, me.tiling.offset
         factors = self.block.dtype if self.block.dtype.width == 16 else None
         adds, row_scales = not me.products.adds_probabilities, me.products.row_scales
         of_rows = highest, units, me.arithmetic, least, threshold, factors, offset, adds, row_scales
-        self.softmax = OnlineSoftmax(me.shape, self.mods.scaled(me.scale_log2), *of_rows)
+        self.softmax = self.softmax_type(me.shape, self.mods.scaled(me.scale_log2), *of_rows)
         self.rescale = cute.make_rmem_tensor(self.shape.rows, Float32)
         # here, under the wait for Q: read at the end, a block waits 1.2 µs for them with nothing beside (H200)
         self.sink_of_row = self.sinks()
@@ -125,6 +126,15 @@ class OutputRows(QueryRows[AnyForwardTiling]):
             hidden = 0.0 if self.me.plan.program.mask is None else 0.5
             in_all, by_now = Float32(self.tiles) - hidden, Float32(self.summed[0]) - hidden
             self.softmax.note_sums(in_all * cute.arch.rcp_approx(by_now))
+
+    @property
+    def units(self) -> ExponentialUnits:
+        """What computes exponentials."""
+        return self.me.tiling.exponential
+
+    @property
+    def softmax_type(self) -> type[OnlineSoftmax]:
+        return OnlineSoftmax
 
     @abc.abstractmethod
     def row_tile(self) -> Any:
