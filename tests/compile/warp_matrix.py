@@ -72,7 +72,7 @@ class Cell:
     # the first and third are faster so on an H200, the others were not timed
     spill_more: ClassVar[dict[str, int]] = {
         "sm_80 D128 none dense": 22, "sm_80 D128 none packed": 22, "sm_80 D128 soft-cap dense": 20,
-        "sm_80 D128 soft-cap packed": 31, "sm_80 D128 ALiBi packed": 35, "sm_80 D128 block-sparse packed": 38,
+        "sm_80 D128 block-sparse packed": 38,
     }  # fmt: skip
 
     @property
