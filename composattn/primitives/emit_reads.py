@@ -17,7 +17,8 @@ from cutlass import Boolean, Int32, Int64, Uint8
 
 from ..graph.expr import DType
 from .emit_ops import KIND, maximum, minimum
-from .values import Fixed, choose, move
+from .remembered import Remembered
+from .values import Fixed, choose, move, plain
 
 WORD = 32  # bits
 
@@ -27,7 +28,11 @@ def read_element(tensor: cute.Tensor, indices: list[Any], dtype: DType) -> Any:
 
     Clamped, not trusted: padding rows and columns of a tile read too, and must stay inside the allocation.
     """
-    value = _element(tensor, indices)
+    return _typed(_element(tensor, indices), dtype)
+
+
+def _typed(value: Any, dtype: DType) -> Any:
+    """A tensor's number in the type that the graph has for it."""
     if dtype is DType.BOOL:
         return value != 0 if not isinstance(value, Boolean) else value
     return value.to(KIND[dtype])
@@ -45,7 +50,8 @@ def _inside(tensor: cute.Tensor, indices: list[Any]) -> list[Any]:
 def _clamped(i: Any, size: Any) -> Any:
     if isinstance(i, int):
         return i if i >= 0 else size + i
-    last = (Int64(size) if isinstance(i, Int64) else Int32(size)) - 1
+    size = plain(Int64(size) if isinstance(i, Int64) else Int32(size))
+    last = size - 1
     i = choose(i < 0, i + size, i)
     return Int32(minimum(maximum(i, 0), last))
 
@@ -97,20 +103,24 @@ class Neighbours(TileReads):
         super().__init__(tensor, indices, offsets, dtype)
         self.found = cute.make_rmem_tensor(len(self.places), KIND[dtype])
         _read_either(self, self.side_by_side)
+        self._remembered = Remembered(self.found, lambda *place: self.places[place])
 
     def __getitem__(self, place: tuple[int, ...]) -> Any:
-        return self.found[self.places[place]]
+        return self._remembered[self.places[place]]
 
     def read_from_one_address(self) -> None:
         (offsets,) = self.offsets.values()
-        start = self._pointer((offsets[0],))
+        first, last = offsets[0], offsets[-1]
+        line = cute.make_tensor(self._pointer((first,)), cute.make_layout(last - first + 1))
         for n, offset in enumerate(offsets):
-            at = cute.make_tensor(start + (offset - offsets[0]), cute.make_layout(1))
-            self.found[n] = at[0].to(KIND[self.dtype])
+            self.found[n] = line[offset - first].to(KIND[self.dtype])
 
     def read_one_by_one(self) -> None:
-        for place, n in self.places.items():
-            self.found[n] = read_element(self.tensor, self._moved(place), self.dtype)
+        (mode,), where = self.offsets, _inside(self.tensor, self.indices)
+        size = self.tensor.shape[mode]
+        for (offset,), n in self.places.items():
+            where[mode] = _clamped(self.indices[mode] + offset, size)
+            self.found[n] = _typed(self.tensor[tuple(where)], self.dtype)
 
 
 class Pairs(TileReads):

@@ -9,6 +9,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute as language
 
 from .values import Fixed
 
@@ -23,6 +24,7 @@ class Remembered(Fixed):
     def __init__(self, registers: cute.Tensor, place: Callable[[int, int], int]) -> None:
         self.registers, self.place = registers, place
         self._known: dict[int, Any] = {}
+        self._coordinates: dict[int, Any] = {}
         self._block: Any = None
 
     @property
@@ -32,13 +34,20 @@ class Remembered(Fixed):
     def __getitem__(self, at: int | tuple[int, int]) -> Any:
         known, number = self._of_this_block(), self._number(at)
         if number not in known:
-            known[number] = self.registers[number]
+            found = language.memref_load(self.registers.value, self._coordinate(number))
+            known[number] = self.registers.element_type(found)
         return known[number]
 
     def __setitem__(self, at: int | tuple[int, int], value: Any) -> None:
-        number = self._number(at)
-        self.registers[number] = value
-        self._of_this_block()[number] = value
+        known, number = self._of_this_block(), self._number(at)
+        known[number] = value = self.registers.element_type(value)
+        language.memref_store(self.registers.value, self._coordinate(number), value.ir_value())
+
+    def _coordinate(self, number: int) -> Any:
+        """That of a register as the language wants it, made once in a block: it is half of what an access takes."""
+        if number not in self._coordinates:
+            self._coordinates[number] = cute.core._pack_coord(number)
+        return self._coordinates[number]
 
     def _number(self, at: int | tuple[int, int]) -> int:
         return at if isinstance(at, int) else self.place(*at)
@@ -46,5 +55,5 @@ class Remembered(Fixed):
     def _of_this_block(self) -> dict[int, Any]:
         block = ir.InsertionPoint.current.block
         if self._block is None or block != self._block:
-            self._known, self._block = {}, block
+            self._known, self._coordinates, self._block = {}, {}, block
         return self._known

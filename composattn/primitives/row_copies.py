@@ -38,9 +38,12 @@ class KeySource(Fixed):
     h: Int32
     first: Int32
 
+    def __post_init__(self) -> None:
+        self.head = self.keys.head(self.tensor, self.h)
+
     def row(self, r: Any) -> tuple[cute.Pointer, Any]:
         position = self.first + r
-        return self.keys.head(self.tensor, self.h)[position, None].iterator, self.keys.has(position)
+        return self.head[position, None].iterator, self.keys.has(position)
 
 
 @dataclasses.dataclass

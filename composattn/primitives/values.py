@@ -1,6 +1,6 @@
 """Small helpers on kernel values that also take Python numbers, so that rules can be tested with no GPU."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import cutlass
@@ -53,13 +53,19 @@ def narrow(target: cute.Tensor, source: Any) -> None:
     A vector conversion falls apart into single ones for lengths that are no power of two (91 more instructions
     and spills at 176 columns), so the paired instruction is written out.
     """
-    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[target.element_type]
     words = cute.recast_tensor(target, cutlass.Int32)
-    for i in range(cute.size(words)):
-        words[i] = cute.arch.inline_ptx(
+    for i, word in enumerate(narrow_words(source, 2 * cute.size(words), target.element_type)):
+        words[i] = word
+
+
+def narrow_words(source: Any, count: int, dtype: Any) -> Iterator[cutlass.Int32]:
+    """The first `count` numbers, rounded to 16 bits, two neighbours a word."""
+    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+    for i in range(0, count, 2):
+        yield cute.arch.inline_ptx(
             f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
             write_only_types=[cutlass.Int32],
-            read_only_args=[source[2 * i + 1], source[2 * i]],
+            read_only_args=[source[i + 1], source[i]],
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ pytest.importorskip("cutlass", reason="the kernel DSL is not installed (extra: g
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import cute as language
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from composattn.emulator.capture import Captured
 from composattn.emulator.launch import run
+from composattn.primitives import remembered
 from composattn.primitives.remembered import Remembered
 
 LANES = 32
@@ -62,10 +66,10 @@ def test_branches_and_loops_change_what_is_remembered() -> None:
 
 
 class Loads:
-    """How often a number is loaded that is read three times, twice here and once in a branch."""
+    """A number that is read three times, twice here and once in a branch; `done` is told after each block."""
 
-    def __init__(self, counted: list[int]) -> None:
-        self.counted = counted
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
 
     @cute.jit
     def __call__(self, found: cute.Tensor, stream):
@@ -73,31 +77,16 @@ class Loads:
 
     @cute.kernel
     def kernel(self, found):
-        registers, counted = Counting(cute.make_rmem_tensor(1, Float32)), self.counted
-        held = Remembered(registers, lambda r, c: 0)
+        held, done = Remembered(cute.make_rmem_tensor(1, Float32), lambda r, c: 0), self.done
         found[0] = held[0] + held[0]
-        counted.append(registers.loads)
+        done()
         if cute.arch.lane_idx() < Int32(7):
             found[1] = held[0]
-        counted.append(registers.loads)
+        done()
 
 
-class Counting:
-    def __init__(self, registers: cute.Tensor) -> None:
-        self.registers, self.loads = registers, 0
-
-    def __getitem__(self, number: int) -> Any:
-        self.loads += 1
-        return self.registers[number]
-
-    def __extract_mlir_values__(self) -> list[Any]:
-        return []
-
-    def __new_from_mlir_values__(self, values: list[Any]) -> Counting:
-        return self
-
-
-def test_a_number_is_loaded_once_in_each_block_of_code() -> None:
-    counted: list[int] = []
-    Captured(Loads(counted), [fake(2), make_fake_stream()])
+def test_a_number_is_loaded_once_in_each_block_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, counted = Mock(side_effect=language.memref_load), list[int]()
+    monkeypatch.setattr(remembered, "language", Mock(memref_load=loads))
+    Captured(Loads(lambda: counted.append(loads.call_count)), [fake(2), make_fake_stream()])
     assert counted == [1, 2]

@@ -13,7 +13,7 @@ from cutlass._mlir.dialects import llvm
 from ...primitives.matrix_loads import MatrixTile, Operand, load_matrices
 from ...primitives.remembered import Remembered
 from ...primitives.score_tile import FragmentShape
-from ...primitives.values import Fixed
+from ...primitives.values import Fixed, narrow_words
 from ...primitives.whole_products import Operands, listed, members
 from ..fused.kernels.registers.output_rows import OutputProducts
 
@@ -82,6 +82,18 @@ class Warp(Fixed):
     def remembered(self, sums: cute.Tensor) -> Remembered:
         """These registers by row and column, cached for who reads a number more than once."""
         return Remembered(sums, lambda r, c: 4 * self.blocks * (c // 2) + 2 * r + c % 2)
+
+    def left_of(self, numbers: Any) -> list[Left]:
+        """Sums by their number, rounded, as left operands of a product that sums over their columns, step by step."""
+        words = list(narrow_words(numbers, cute.size(numbers.registers), self.dtype))
+        steps, blocks = range(len(words) // (4 * self.blocks)), range(self.blocks)
+
+        def of_block(step: int, block: int) -> list[ir.Value]:
+            """Of the left 8 columns the upper and the lower row, then of the right ones."""
+            halves = (2 * (block + self.blocks * (half + 2 * step)) for half in range(2))
+            return [words[first + row].ir_value() for first in halves for row in range(2)]
+
+        return [[of_block(step, block) for block in blocks] for step in steps]
 
     def rounded(self, columns: int) -> cute.Tensor:
         """Registers for so many columns of 16 bits, in the order of sums; `steps_of` has them as a left operand."""
@@ -183,8 +195,8 @@ class WarpProducts(OutputProducts):
         self.k_bytes, self.v_bytes = 2 * tiling.tile_n * tiling.d, 2 * tiling.tile_n * tiling.dv
         self.output_shape = self.warp.shape(tiling.dv)
 
-    def probabilities(self) -> cute.Tensor:
-        return self.warp.rounded(self.keys)
+    def probabilities(self) -> None:
+        """None: they go from sums to operands as values."""
 
     def rows_of(self, sums: cute.Tensor) -> cute.Tensor:
         return self.warp.rows_of(sums)
@@ -207,9 +219,8 @@ class WarpProducts(OutputProducts):
         self.warp.add(tSrS, Shared(self.q), Shared(self.k, stage * self.k_bytes), self.steps)
         return tSrS
 
-    def add_output(self, tOrO: cute.Tensor, tOrP: cute.Tensor, stage: Any) -> None:
-        """To the output the probabilities times the values of a stage."""
-        steps = self.warp.steps_of(tOrP)
+    def add_output(self, tOrO: cute.Tensor, steps: list[Left], stage: Any) -> None:
+        """To the output the probabilities, rounded, times the values of a stage."""
         self.warp.add(tOrO, steps, Shared(self.v, stage * self.v_bytes), len(steps))
 
 
