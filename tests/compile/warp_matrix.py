@@ -92,7 +92,7 @@ class Cell:
 class BackwardCell(Cell):
     """A backward, by the names of its parts; no pages have one, and a split is a forward's."""
 
-    spill_more: ClassVar[dict[str, int]] = {"sm_80 D64 documents dense": 11, "sm_80 D128 ALiBi dense": 10}
+    spill_more: ClassVar[dict[str, int]] = {"sm_80 D64 documents dense": 11}
 
     @property
     def plans(self) -> BackwardPlans:
