@@ -440,14 +440,14 @@ def test_warpgroups_pass_by_tiles_that_only_others_see(monkeypatch: pytest.Monke
 def test_probabilities_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = wgmma.round_to_e4m3
 
-    def in_columns_order(left: Any, sums: Any) -> None:
+    def in_columns_order(left: Any, sums: Any, units: Any) -> None:
         swapped = {4: 8, 8: 4, 5: 9, 9: 5}
 
         class Other:
             def __getitem__(self, at: int) -> Any:
                 return sums[at - at % 16 + swapped.get(at % 16, at % 16)]
 
-        right(left, Other())
+        right(left, Other(), units)
 
     monkeypatch.setattr(promoting_rows, "round_to_e4m3", in_columns_order)
     with pytest.raises(AssertionError, match="out is off"):
@@ -573,7 +573,7 @@ class NeverPromotingRows(GroupRows):
     """Rows whose output is summed by the unit over all keys."""
 
     def round(self, probabilities: Any) -> None:
-        wgmma.round_to_e4m3(self.tOrP, probabilities)
+        wgmma.round_to_e4m3(self.tOrP, probabilities, self.units)
 
 
 @pytest.mark.usefixtures("unkept")
