@@ -121,15 +121,15 @@ class HostOnly(ca.Attention):
     def _plan(self, problem: Problem) -> PreparedCall:
         return FusedCall(problem, self.program, softmax_scale(None, problem.head_dim), HOPPER, Recorded)
 
-    def last_arguments(self) -> tuple[ForwardArguments, PreprocessArguments, MainArguments, PostprocessArguments]:
-        """What the kernels of the last form of calls were given: the forward, the backward's three."""
+    def last_arguments(self) -> tuple[Any, ...]:
+        """What the kernels of the last form of calls were given: the forward, the backward's two or three."""
         call: Any = list(self._prepared.values())[-1]
         (backward,) = call.gradient._launchers.values()
         return (
             ForwardArguments(*call.launcher(True).kernel.arguments),
             PreprocessArguments(*backward.preprocess.arguments),
             MainArguments(*backward.main.arguments),
-            PostprocessArguments(*backward.postprocess.arguments),
+            *(PostprocessArguments(*k.arguments) for k in [backward.postprocess] if k is not None),
         )
 
 

@@ -336,6 +336,7 @@ def _check_written(name: str, cache: torch.Tensor | Quantized) -> None:
     """Whether rows can be kept in a cache, each in memory of its own, as what they are."""
     tensors = (cache.data, cache.scale) if isinstance(cache, Quantized) else (cache,)
     for t in (t for t in tensors if isinstance(t, torch.Tensor)):
+        refuse_lazy(f"{name}_cache", t)
         if any(surely(step == 0) and surely(size > 1) for step, size in zip(t.stride(), t.shape, strict=True)):
             raise errors.UnsupportedLayout(f"{name}_cache was expanded: its pages are one; write to a copy, t.clone()")
         if t.requires_grad and t.is_leaf and torch.is_grad_enabled():

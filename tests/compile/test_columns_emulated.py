@@ -23,7 +23,7 @@ FEW = dataclasses.replace(HOPPER, sms=2)  # so that blocks that stay walk over s
 
 
 @pytest.mark.parametrize(
-    ("d", "keys", "columns"), [(72, 256, 128), (88, 512, 128), (80, 256, 96), (96, 256, 96), (72, 1024, 96)]
+    ("d", "keys", "columns"), [(72, 256, 128), (88, 512, 96), (80, 256, 96), (96, 256, 96), (72, 1024, 96)]
 )
 def test_rows_of_no_whole_sectors_come_in_two_boxes_where_keys_are_few(d: int, keys: int, columns: int) -> None:
     problem = Problem(512, 16, 16, 256, keys, d, d, torch.bfloat16, torch.device("cpu"))

@@ -322,9 +322,11 @@ def test_a_gradient_of_sinks_gives_the_kernels_of_a_dense_call_no_table(learned:
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         out = ca.attention(*x.qkv, sinks=x.sinks.requires_grad_(learned))
         torch.autograd.grad(out, (*x.qkv, x.sinks) if learned else x.qkv, x.dout)
-    before, after = PreprocessArguments(*given[10]), PostprocessArguments(*given[6])
-    assert before.query_tiles is after.query_tiles is None
-    assert (before.sinks is not None) == (after.sinks is not None) == learned
+    before = PreprocessArguments(*given[10])
+    assert before.query_tiles is None and (before.sinks is not None) == learned
+    if learned:  # otherwise the only tile of keys writes dQ
+        after = PostprocessArguments(*given[6])
+        assert after.query_tiles is None and after.sinks is not None
 
 
 def test_a_gradient_of_sinks_takes_no_operation_but_memory() -> None:
@@ -447,5 +449,5 @@ def test_what_is_bare_launches_what_a_call_and_its_gradient_do() -> None:
         x = host.Inputs(torch.device("cpu"), True, dtype=torch.bfloat16)
         for name, calls in host.entries(x).items():
             bare = host.Bare(calls[OURS], x, True)
-            assert len(bare.forward) == 1 and len(bare.backward) >= 3, name
+            assert len(bare.forward) == 1 and len(bare.backward) >= 2, name  # the only tile of keys writes dQ
             assert len(torch.autograd.grad(bare(), x.qkv, x.dout)) == 3

@@ -434,6 +434,7 @@ def torch_convert(op: str, inputs: list[Any]) -> Any:
     for x in inputs:
         t = torch.from_numpy(x.view(np.float32).copy())
         t = t.clamp(-limit, limit) if limit else t
+        t = t.relu() + 0.0 if "relu" in op else t  # zero has no sign then
         view = torch.int8 if bits == 8 else torch.int16
         halves.append(t.to(kind).view(view).numpy().view(UINT[bits]).astype(np.uint32))
     return halves[0] << bits | halves[1]
@@ -486,6 +487,12 @@ def test_conversion(op: str) -> None:
             width = "b16" if "e" in to else "b32"
             got = apply(f"{op} {{d}}, {{a}}, {{b}}", width, [("f32", pair[0]), ("f32", pair[1])])
             assert (got.astype(np.uint32) == torch_convert(op, pair)).all()
+        elif source == "f16x2":
+            rng = np.random.default_rng(6)
+            pair = [rng.normal(0, 100, 32).astype(np.float16) for _ in range(2)]
+            words = pair[0].view(np.uint16).astype(np.uint32) << 16 | pair[1].view(np.uint16)
+            got = apply(f"{op} {{d}}, {{a}}", "b16", [("b32", words)])
+            assert (got.astype(np.uint32) == torch_convert(op, [x.astype(np.float32) for x in pair])).all()
         elif source.endswith("x2"):
             codes = np.arange(0, 64, dtype=np.uint16)[:32] * 3 | np.arange(32, dtype=np.uint16) << 8
             got = apply(f"{op} {{d}}, {{a}}", "b32", [("b16", codes)])
