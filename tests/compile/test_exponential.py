@@ -33,15 +33,32 @@ from composattn.primitives.exponential_units import HARDWARE, ExponentialUnits
 THREADS, EACH = 256, 16
 
 
-class Exponentials:
-    """2^x of each number, of `EACH` columns per thread."""
+class OfThreads:
+    """A launch of a `kernel` that has `EACH` numbers of x for each thread."""
 
-    def __init__(self, units: ExponentialUnits, arithmetic: Arithmetic = ONE_BY_ONE) -> None:
-        self.units, self.arithmetic = units, arithmetic
+    kernel: Any
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
         self.kernel(x, y).launch(grid=(x.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+
+def put_through(kernel: OfThreads, given: torch.Tensor, found: torch.Tensor, arch: str = "sm_90a") -> torch.Tensor:
+    """`found` (blocks, THREADS, numbers of a thread), as the emulated kernel makes it of `given`."""
+    declared: list[Any] = [
+        make_fake_tensor(kind, (cute.sym_int(), THREADS, each), (THREADS * each, each, 1))
+        for kind, each in ((Float32 if t.is_floating_point() else Int32, t.shape[2]) for t in (given, found))
+    ]
+    captured = Captured(kernel, [*declared, make_fake_stream()], arch)
+    run(captured.program, captured.launch(given, found))
+    return found
+
+
+class Exponentials(OfThreads):
+    """2^x of each number, of `EACH` columns per thread."""
+
+    def __init__(self, units: ExponentialUnits, arithmetic: Arithmetic = ONE_BY_ONE) -> None:
+        self.units, self.arithmetic = units, arithmetic
 
     @cute.kernel
     def kernel(self, x, y):
@@ -58,21 +75,12 @@ def exponentials(
     blocks = -(-x.numel() // (THREADS * EACH))
     given = torch.zeros(blocks, THREADS, EACH)
     given.view(-1)[: x.numel()] = x
-    found = torch.full_like(given, torch.nan)
-    declared: list[Any] = [
-        make_fake_tensor(Float32, (cute.sym_int(), THREADS, EACH), (THREADS * EACH, EACH, 1)) for _ in range(2)
-    ]
-    kernel = Captured(Exponentials(units, arithmetic), [*declared, make_fake_stream()], arch)
-    run(kernel.program, kernel.launch(given, found))
+    found = put_through(Exponentials(units, arithmetic), given, torch.full_like(given, torch.nan), arch)
     return found.view(-1)[: x.numel()]
 
 
-class Powers:
+class Powers(OfThreads):
     """2^x as e4m3 by polynomials of degree 1, four of a thread's numbers in a word."""
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
-        self.kernel(x, y).launch(grid=(x.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, x, y):
@@ -84,14 +92,8 @@ class Powers:
 
 def rounded_powers(x: torch.Tensor) -> torch.Tensor:
     """`x`: 4,096 numbers of fp32."""
-    given, found = x.view(1, THREADS, EACH), torch.zeros(1, THREADS, EACH // 4, dtype=torch.int32)
-    declared: list[Any] = [
-        make_fake_tensor(kind, (cute.sym_int(), THREADS, each), (THREADS * each, each, 1))
-        for kind, each in ((Float32, EACH), (Int32, EACH // 4))
-    ]
-    kernel = Captured(Powers(), [*declared, make_fake_stream()], "sm_90a")
-    run(kernel.program, kernel.launch(given, found))
-    return found.view(torch.float8_e4m3fn).view(-1).float()
+    words = torch.zeros(1, THREADS, EACH // 4, dtype=torch.int32)
+    return put_through(Powers(), x.view(1, THREADS, EACH), words).view(torch.float8_e4m3fn).view(-1).float()
 
 
 def test_logarithms_are_rounded_to_powers_of_e4m3(generator: torch.Generator) -> None:
