@@ -160,13 +160,13 @@ def _alike(call: Facts, kernel: str) -> dict[str, Any]:
 
 
 def _tiling(call: Facts, kernel: str, **fields: Any) -> HopperTiling:
-    """Of bytes with a stage of each, which is all that a block of many queries needs."""
+    """A tiling of this call; K and V of bytes get a stage each, which is all that a block of many queries needs."""
     fields = _alike(call, kernel) | fields
     return ByteTiling(**{"byte_stages": 1} | fields) if call.of_bytes else HopperTiling(**fields)
 
 
 def _registers(call: Facts, block: Block) -> int:
-    """Of a thread that computes."""
+    """Registers of a thread that computes, in such a block."""
     return registers_for(block.warpgroups, block.blocks, call.layout == "paged", call.of_bytes).computing
 
 

@@ -89,7 +89,7 @@ class Warp(Fixed):
         steps, blocks = range(len(words) // (4 * self.blocks)), range(self.blocks)
 
         def of_block(step: int, block: int) -> list[ir.Value]:
-            """Of the left 8 columns the upper and the lower row, then of the right ones."""
+            """Words of a left operand: of its left 8 columns the upper and the lower row, then of the right ones."""
             halves = (2 * (block + self.blocks * (half + 2 * step)) for half in range(2))
             return [words[first + row].ir_value() for first in halves for row in range(2)]
 
