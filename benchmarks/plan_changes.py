@@ -29,7 +29,7 @@ from composattn.analysis.captured_gradient import GradientProgram, fused_reads
 from composattn.analysis.program import Program
 from composattn.backends.fused.planning.plan import plan_forward
 from composattn.backends.fused.planning.plan_backward import plan_backward
-from composattn.backends.fused.tiles.target import BLACKWELL, HOPPER, Target
+from composattn.backends.fused.tiles.target import ADA, AMPERE, BLACKWELL, HOPPER, Target
 from composattn.call.problem import DENSE, Layout, Problem
 from composattn.call.schedule import AUTO, Schedule
 from composattn.errors import ComposattnError
@@ -39,7 +39,7 @@ from composattn.mods.score import Score
 
 Said = dict[str, list[str]]
 MOST = 16384
-TARGETS: dict[str, Target] = {"hopper": HOPPER, "blackwell": BLACKWELL}
+TARGETS: dict[str, Target] = {"hopper": HOPPER, "blackwell": BLACKWELL, "ampere": AMPERE, "ada": ADA}
 IDS = torch.arange(MOST) // 700
 MIXED_IDS = torch.arange(MOST) // 350 % 8
 LENGTHS = torch.full((512,), 900)
@@ -191,7 +191,7 @@ def drawn(count: int, seed: int) -> Iterator[Drawn]:
         scores = [*SCORES, *(LEARNED if direction == "backward" else ()), *["plain"] * len(SCORES)]
         yield Drawn(
             problem, generator.choice(scores), generator.choice([*MASKS, *["full", "causal"] * 4]),
-            generator.random() < 0.05, direction, generator.choice(["hopper"] * 4 + ["blackwell"]),
+            generator.random() < 0.05, direction, generator.choice(["hopper"] * 4 + ["blackwell", "ampere", "ada"]),
             direction == "backward" and generator.random() < 0.3,
         )  # fmt: skip
 
@@ -233,7 +233,7 @@ def compared(before: dict[str, Any], now: dict[str, Any], shown: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shown", type=int, default=1, help="calls of a class that are printed")
     parser.add_argument("--out", type=Path, help="writes the plans")

@@ -355,7 +355,7 @@ def test_wide_tiles_keep_within_registers_and_shared_memory() -> None:
                 t = choose_forward(problem, Program(), HOPPER).tiling
                 for computing, copying in (t.registers(False), t.registers(True)):
                     assert 128 * (GROUPS * computing + copying) <= HOPPER.registers
-                assert t.shared_memory(2) <= HOPPER.shared_memory
+                assert t.shared_memory <= HOPPER.shared_memory
                 assert t.stages >= 8
                 assert d <= t.d and dv <= t.dv == GROUPS * t.output_columns
                 assert t.value_box[0] % 16 == 0 and t.value_box[0] * t.value_box[1] <= STAGE
@@ -369,7 +369,7 @@ def test_roles_keep_within_the_register_file() -> None:
                 t = choose_forward(problem, Program(), HOPPER).tiling
                 for computing, copying in (t.registers(False), t.registers(True)):
                     assert t.blocks * 128 * (t.warpgroups * computing + copying) <= HOPPER.registers
-                assert t.blocks * t.shared_memory(2) <= HOPPER.shared_memory
+                assert t.blocks * t.shared_memory <= HOPPER.shared_memory
                 assert t.tile_n % 16 == 0
                 assert t.tile_n >= 64
 

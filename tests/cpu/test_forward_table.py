@@ -65,7 +65,7 @@ def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:
         for length in (200, 1000, 8192):
             problem = Problem(4, 64, 64, length, length, d, dv, torch.bfloat16, torch.device("cpu"))
             tiling = choose_forward(problem, Program(), HOPPER).tiling
-            assert tiling.tile_n >= 64 and tiling.shared_memory(2) * getattr(tiling, "blocks", 1) <= 232448
+            assert tiling.tile_n >= 64 and tiling.shared_memory * getattr(tiling, "blocks", 1) <= 232448
 
 
 def test_evidence_is_of_results_that_are_here() -> None:

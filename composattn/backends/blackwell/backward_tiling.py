@@ -117,9 +117,10 @@ class BlackwellBackwardTiling(BackwardTiling):
     def describe(self) -> dict[str, str]:
         return super().describe() | {"columns": str(self.columns)}
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         small, sums = BARRIERS + 4 * 2 * self.tile_m * self.row_stages, 4 * (self.dq_room + self.distances)
-        return -(-small // 1024) * 1024 + element_bytes * sum(self.places.values()) + sums
+        return -(-small // 1024) * 1024 + 2 * sum(self.places.values()) + sums
 
     def fits(self, target: Target) -> bool:
         """Whether it has room, and a thread's columns of dQ leave in whole parts."""

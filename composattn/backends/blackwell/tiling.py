@@ -81,9 +81,10 @@ class BlackwellTiling(ForwardTiling):
     def describe(self) -> dict[str, str]:
         return super().describe() | {"roles": str(self.roles), "columns": str(self.tensor_memory)}
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         keys = self.tile_n * (self.k_stages * self.d + self.v_stages * self.dv)
-        return SMALL + element_bytes * (self.tile_m * self.region + keys)
+        return SMALL + 2 * (self.tile_m * self.region + keys)
 
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:

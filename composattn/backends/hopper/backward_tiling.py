@@ -129,14 +129,15 @@ class HopperBackwardTiling(BackwardTiling):
         """From a query tile's row statistics to the next one's, in fp32: tensor copies take addresses of 128 bytes."""
         return -(-self.tile_m // 32) * 32
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         stationary = self.tile_n * (self.k_stages * self.d + self.dv)
         moving = self.tile_m * (self.q_stages * self.d + self.do_stages * self.dv + self.ds_stages * self.tile_n)
         # barriers and row statistics, in front of tiles that begin at whole 1024 bytes
         rows = self.statistic_stride * (self.q_stages + (self.do_stages, self.q_stages)[self.shared_keys])
         front = -(-(512 + 4 * rows) // 1024) * 1024
         numbers = self.tile_m * self.tile_n * self.shared_keys + self.tile_m * self.d * self.dq_in_bulk + self.distances
-        return element_bytes * (stationary * (1 + self.results_apart) + moving) + 4 * numbers + front
+        return 2 * (stationary * (1 + self.results_apart) + moving) + 4 * numbers + front
 
     def fits(self, target: Target) -> bool:
         """Where blocks stay dK and dV leave through dQ's place in bulk, which must have room for them."""
@@ -156,8 +157,9 @@ class HopperPairBackwardTiling(HopperBackwardTiling):
     def of_block(self) -> HopperBackwardTiling:
         return HopperBackwardTiling(**vars(self) | {"kernel": "backward_wide", "d": self.d // 2, "dv": self.dv // 2})
 
-    def shared_memory(self, element_bytes: int) -> int:
-        return self.of_block.shared_memory(element_bytes) + 4 * self.warpgroups * self.tile_m * self.tile_n
+    @property
+    def shared_memory(self) -> int:
+        return self.of_block.shared_memory + 4 * self.warpgroups * self.tile_m * self.tile_n
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +173,7 @@ class ExchangeBackwardTiling(HopperBackwardTiling):
     def of_block(self) -> HopperBackwardTiling:
         return HopperBackwardTiling(**vars(self) | {"tile_n": self.block_keys})
 
-    def shared_memory(self, element_bytes: int) -> int:
-        across = element_bytes * self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
-        return across + self.of_block.shared_memory(element_bytes)
+    @property
+    def shared_memory(self) -> int:
+        across = 2 * self.block_keys * (self.d // 2 + self.ds_stages * self.tile_m)
+        return across + self.of_block.shared_memory

@@ -7,6 +7,7 @@ docs/design.md. Figures in "why" are of one H200, in turns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ..fused.planning.tables import first, row_of, rows_of
 from ..fused.tiles.few_queries import best_cut, packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
-from ..fused.tiles.tiling import Chosen, fitting, key_tiles, query_tiles, slots, whole_pages
+from ..fused.tiles.tiling import Chosen, filled, key_tiles, query_tiles, slots, whole_pages
 from .fp8_tiling import choose_fp8
 from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, RowSteps, registers_for
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
@@ -67,23 +68,13 @@ class Block(NamedTuple):
     stays: bool = False
 
 
-class Cut(NamedTuple):
-    """How few rows are cut: so many `keys` a tile, `blocks` on an SM, `stages`; of 0 what `BYTES_ON_THE_WAY` says."""
-
-    keys: int
-    blocks: int = 1
-    stages: int = 8
-    resident: bool = False  # all of Q waits in registers
-    in_fp16: bool = False  # so is bf16 multiplied beside 8-bit keys, see `scaled_queries`
-    parts: int = 1  # stages of bytes for a tile of keys
-
-
 # those that compete
 FORMS = tuple(dict.fromkeys(ForwardForm.named(row.says) for row in TABLES["forms"] if row.says not in ("wide", "few")))
 FINDERS: Finders = {
     **FORWARD,
     "head_bytes": lambda f: 2 * f.keys * sum(f.dims),  # of a head's keys and values
     "of_bytes": lambda f: f.problem.narrow is not None,  # K and V come as 8-bit numbers
+    "in_bf16": lambda f: f.types.q is torch.bfloat16,
     # constants say that rows see few keys
     "narrow": lambda f: getattr(f.program.limits, "most", None) is not None and f.program.limits.most <= NARROW,
     # of a batch-invariant tile, of which D and the mods decide; 0 for other calls
@@ -143,7 +134,7 @@ def serves(form: ForwardForm, call: Facts) -> bool:
 def tiling_of_form(form: ForwardForm, call: Facts) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
     if form.kind == "wide":
-        return _wide(call)
+        return _wide(call, **first(TABLES["wide"], call))
     return _few_rows(call) if form.kind == "few" else _tiling_of(form, call)
 
 
@@ -217,7 +208,7 @@ def _filled(call: Facts, block: Block, tiling: HopperTiling) -> HopperTiling:
     by_registers = _keys_by_registers(call, registers - held * tiling.frees_queries)
     most = min(by_registers, block.keys, first(TABLES["most_keys"], call))
     if not call.keys_in_order:
-        tiling = fitting((dataclasses.replace(tiling, tile_n=keys) for keys in range(most, 0, -16)), call.target)
+        tiling = filled(functools.partial(dataclasses.replace, tiling), "tile_n", range(most, 0, -16), call.target)
     keys = whole_pages(call.problem, tiling.tile_n)
     resident = tiling.resident * (_keys_by_registers(call, registers - held) >= tiling.tile_n)
     return dataclasses.replace(tiling, tile_n=keys, resident=resident)
@@ -239,49 +230,41 @@ def _few_rows(call: Facts) -> HopperTiling:
 
     Which of several cuts is best depends on how many tiles there are; the first of those that take as long is taken.
     """
-    tilings = (_of_few_rows(call, Cut(**cut)) for cut in first(TABLES["few"], call))
+    tilings = (_of_few_rows(call, **cut) for cut in first(TABLES["few"], call))
     return min(tilings, key=lambda tiling: best_cut(call.problem, tiling, call.target)[1])
 
 
-def _of_few_rows(call: Facts, cut: Cut) -> HopperTiling:
-    """With as many stages as shared memory holds."""
-    (d, dv), persistent = call.dims, bool(call.persistent)
-    room = call.target.shared_memory // cut.blocks - 1024 - 2 * ROWS * (d + dv if persistent else max(d, dv))
-    stage = 2 * cut.keys * (d + dv)
-    most, of_bytes = cut.stages or BYTES_ON_THE_WAY // stage, {}
+def _of_few_rows(call: Facts, keys: int, stages: int = 8, parts: int = 1, **said: Any) -> HopperTiling:
+    """A tile of so many `keys`, and up to so many `stages` as there is room for; 0: what `BYTES_ON_THE_WAY` says.
+
+    `parts`: stages of bytes for a tile of keys. Others that are said are `blocks` on an SM; whether all of Q waits in
+    registers, `resident`; and whether bf16 is multiplied `in_fp16` beside 8-bit keys, see `scaled_queries`.
+    """
+    most = stages or BYTES_ON_THE_WAY // (2 * keys * sum(call.dims))
+    fields: dict[str, Any] = {"tile_m": ROWS, "tile_n": keys, "scheduler": Scheduler.asked(call.persistent)}
+    fields |= {"blocks": said.get("blocks", 1), "resident": call.d * said.get("resident", False)}
+    fields |= {"eight_rows": not call.keys_in_order and _rows(call) <= 8}
+    name = "stages"
     if call.of_bytes:  # two stages that are multiplied; what is on its way are bytes
-        of_bytes["byte_stages"] = min(most * cut.parts, (2 * room - 4 * stage) * cut.parts // stage)
-        of_bytes["parts"], of_bytes["scales_queries"] = cut.parts, _in_fp16(call, cut)
-        most = min(2, most)
-    return _tiling(
-        call,
-        "forward",
-        tile_m=ROWS,
-        tile_n=cut.keys,
-        blocks=cut.blocks,
-        scheduler=Scheduler.asked(persistent),
-        stages=min(most, room // stage),
-        eight_rows=not call.keys_in_order and _rows(call) <= 8,
-        resident=d * cut.resident,
-        **of_bytes,
-    )
+        fields |= {
+            "stages": min(2, most),
+            "parts": parts,
+            "scales_queries": said.get("in_fp16", False) and call.in_bf16,
+        }
+        name, most = "byte_stages", most * parts
+    return filled(functools.partial(_tiling, call, "forward", **fields), name, range(most, 0, -1), call.target)
 
 
-def _in_fp16(call: Facts, cut: Cut) -> bool:
-    return cut.in_fp16 and call.types.q is torch.bfloat16
-
-
-def _wide(call: Facts) -> WideTiling:
+def _wide(call: Facts, keys: int, in_fp16: bool = False) -> WideTiling:
     """Stages for which there is room; of bytes as many rows are multiplied as are queries' heads, by 16."""
     d, dv = (-(-n // SLICE) * SLICE for n in call.dims)
     kind: Any = WideTiling
-    cut, scheduler = Cut(**first(TABLES["wide"], call)), Scheduler.asked(call.persistent)
-    made = _alike(call, "forward_wide") | {"d": d, "dv": dv, "tile_m": ROWS, "tile_n": cut.keys, "scheduler": scheduler}
+    fields = {"d": d, "dv": dv, "tile_m": ROWS, "tile_n": keys, "scheduler": Scheduler.asked(call.persistent)}
     if call.of_bytes:  # whose columns of V are rows of a product for each warpgroup
-        kind, made["dv"], made["rows"] = WideByteTiling, dv + dv % (GROUPS * ROWS), max(16, slots(_rows(call)))
-        made["scales_queries"] = _in_fp16(call, cut)
-    none: WideTiling = kind(**made, stages=0)
-    return dataclasses.replace(none, stages=(call.target.shared_memory - none.shared_memory(2)) // none.stage)
+        kind, rows = WideByteTiling, max(16, slots(_rows(call)))
+        fields |= {"dv": dv + dv % (GROUPS * ROWS), "rows": rows, "scales_queries": in_fp16 and call.in_bf16}
+    made = functools.partial(kind, **_alike(call, "forward_wide") | fields)
+    return filled(made, "stages", range(call.target.shared_memory // kind.stage, 0, -1), call.target)
 
 
 def _rows(call: Facts) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -35,7 +35,6 @@ class Fp8Tiling(HopperTiling):
     `logarithms`: so many of 8 exponentials are, see `e4m3_powers`. `beside_sums`: fields that differ if sums are asked.
     """
 
-    element_bytes: ClassVar[int] = 1
     kernel: str = FP8
     pieces: int = 1
     in_turns: bool = True
@@ -76,7 +75,7 @@ class Fp8Tiling(HopperTiling):
     def registers(self, paged: bool) -> Registers:
         return left_by(self._copying[0], self.warpgroups, self.blocks)
 
-    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+    def _bytes(self, q_stages: int) -> int:
         rows = q_stages * self.d + 2 * self.dv * self.separate_o
         keys = self.stages * self.tile_n
         turned = -(-keys * (self.dv + SUMS) // ALIGNED) * ALIGNED

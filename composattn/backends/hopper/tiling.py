@@ -76,7 +76,6 @@ class HopperTiling(ForwardTiling):
     """
 
     l2: ClassVar[int] = L2
-    element_bytes: ClassVar[int] = 2  # of Q
     converts: ClassVar[bool] = False  # K and V are made 16-bit numbers
 
     stages: int
@@ -141,7 +140,7 @@ class HopperTiling(ForwardTiling):
         """Places of Q: two, if they fit beside a block's neighbours, where the next tile's comes under this one."""
         two = self.persistent and not self.output_direct
         room = HOPPER.shared_memory // self.blocks - 1024 * (self.blocks > 1)
-        return 2 if two and self._bytes(2, self.element_bytes) <= room else 1
+        return 2 if two and self._bytes(2) <= room else 1
 
     @property
     def frees_queries(self) -> bool:
@@ -153,13 +152,14 @@ class HopperTiling(ForwardTiling):
         """Columns of ones beside each V in shared memory: as many as lie together, of which 8 are multiplied."""
         return math.gcd(self.dv, 64) * self.guesses
 
-    def shared_memory(self, element_bytes: int) -> int:
-        return self._bytes(self.q_stages, element_bytes)
+    @property
+    def shared_memory(self) -> int:
+        return self._bytes(self.q_stages)
 
-    def _bytes(self, q_stages: int, element_bytes: int) -> int:
+    def _bytes(self, q_stages: int) -> int:
         rows = q_stages * self.d + self.dv if self.separate_o else q_stages * max(self.d, self.dv)
         columns = self.d + self.dv + self.ones
-        return element_bytes * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
+        return 2 * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,5 +177,5 @@ class ByteTiling(HopperTiling):
     def reads_far_ahead(self) -> bool:
         return self.byte_stages > EVEN_STAGES * self.parts
 
-    def _bytes(self, q_stages: int, element_bytes: int) -> int:
-        return super()._bytes(q_stages, element_bytes) + self.byte_stages * self.key_box[0] * (self.d + self.dv)
+    def _bytes(self, q_stages: int) -> int:
+        return super()._bytes(q_stages) + self.byte_stages * self.key_box[0] * (self.d + self.dv)

@@ -47,9 +47,10 @@ class WideTiling(ForwardTiling):
     def output_columns(self) -> int:
         return self.dv // GROUPS
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         tiles = self.tile_m * (max(self.d, self.dv) + self.tile_n)
-        return element_bytes * tiles + self.stages * self.stage + REST
+        return 2 * tiles + self.stages * self.stage + REST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class WideByteTiling(WideTiling):
     def most_rows(self) -> int:
         return self.rows
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         # each warpgroup turns 64 numbers of each row there, and says a factor of each
-        return super().shared_memory(element_bytes) + GROUPS * 4 * ROWS * (self.rows + 1)
+        return super().shared_memory + GROUPS * 4 * ROWS * (self.rows + 1)

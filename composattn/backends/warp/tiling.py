@@ -19,19 +19,14 @@ from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import BackwardTiling, Chosen, ForwardTiling
 
 ROWS = 16  # of a product
-RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 FEW = 64  # rows of the smallest tile
 TABLES = tables_of(Path(__file__).with_name("tables.json"))  # fields of the tiling
 
 
-def fit(tiling: WarpTiling | WarpBackwardTiling, target: Target) -> bool:
-    """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128.
-
-    And an SM holds as many blocks as the tiling wants, with what each reserves.
-    """
+def copied(tiling: WarpTiling | WarpBackwardTiling) -> bool:
+    """Whether no tile has fewer rows than all threads copy at once, 16 bytes each of lines of up to 128."""
     tiles = itertools.product((tiling.tile_m, tiling.tile_n), (tiling.d, tiling.dv))
-    copied = all(rows * math.gcd(2 * columns, 128) % (16 * 32 * tiling.warps) == 0 for rows, columns in tiles)
-    return copied and tiling.blocks * (tiling.shared_memory(2) + RESERVED) <= target.shared_memory + RESERVED
+    return all(rows * math.gcd(2 * columns, 128) % (16 * 32 * tiling.warps) == 0 for rows, columns in tiles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +52,12 @@ class WarpTiling(ForwardTiling):
     def reads_far_ahead(self) -> bool:
         return self.stages > 1
 
-    def fits(self, target: Target) -> bool:
-        return fit(self, target)
+    @property
+    def shared_memory(self) -> int:
+        return 2 * (self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)) + 1024
 
-    def shared_memory(self, element_bytes: int) -> int:
-        return element_bytes * (self.tile_m * self.d + self.stages * self.tile_n * (self.d + self.dv)) + 1024
+    def fits(self, target: Target) -> bool:
+        return copied(self) and super().fits(target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +123,8 @@ class WarpBackwardTiling(BackwardTiling):
     def fits(self, target: Target) -> bool:
         """Whether threads copy whole tiles, and warps have whole parts."""
         parts = all((self.dq.serves(self.d, self.dq_pieces), self.sums.serves(self.d), self.sums.serves(self.dv)))
-        return parts and self.score_queries >= ROWS and self.threads >= self.tile_m // 2 and fit(self, target)
+        whole = parts and self.score_queries >= ROWS and self.threads >= self.tile_m // 2 and copied(self)
+        return whole and super().fits(target)
 
     def with_distances(self) -> WarpBackwardTiling:
         """With room for sums by distance, of which `Diagonals` puts a line for each of 8 keys of a warp."""
@@ -135,10 +132,11 @@ class WarpBackwardTiling(BackwardTiling):
         line = max(diagonals + 33, 64 + 32 * ((diagonals - 1) // 32))
         return dataclasses.replace(self, distances=8 * self.warps * -(-line // 8) * 8)
 
-    def shared_memory(self, element_bytes: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         numbers = (self.tile_n + self.stages * self.tile_m) * (self.d + self.dv)
         weights = (2 - self.keeps_weights) * self.tile_m * self.tile_n
-        return element_bytes * (numbers + weights) + 4 * (2 * self.stages * self.tile_m + self.distances)
+        return 2 * (numbers + weights) + 4 * (2 * self.stages * self.tile_m + self.distances)
 
 
 def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen:

@@ -153,7 +153,7 @@ class TiledPlan(Plan, Generic[AnyTiling]):
 
     @property
     def shared_memory(self) -> int:
-        return self.tiling.shared_memory(self.dtype.itemsize)
+        return self.tiling.shared_memory
 
     @property
     def title(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ....call.problem import Problem
@@ -15,6 +15,7 @@ from .scheduler import Scheduler
 from .target import Target
 
 AnyTiling = TypeVar("AnyTiling", bound="Tiling")
+RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 SAID = {"kernel", "tile_m", "tile_n", "d", "dv", "heads_together", "packed_heads", "exponential", "scheduler",
         "threshold", "persistent"}  # fmt: skip
 
@@ -40,6 +41,7 @@ class Tiling(abc.ABC):
 
     l2: ClassVar[int]
     of: ClassVar[str] = ""  # of what else than 16-bit numbers its kernel is, behind the name
+    blocks = 1  # that an SM holds at once
 
     kernel: str
     tile_m: int
@@ -59,13 +61,14 @@ class Tiling(abc.ABC):
         """Whether tiles of its kernel can begin with segments of rows that see only each other, if there are such."""
         return False
 
+    @property
     @abc.abstractmethod
-    def shared_memory(self, element_bytes: int) -> int:
+    def shared_memory(self) -> int:
         """Bytes a block takes, barriers and alignment included."""
 
     def fits(self, target: Target) -> bool:
-        """Whether a block of 16-bit numbers has room."""
-        return self.shared_memory(2) <= target.shared_memory
+        """Whether an SM has room for its blocks, and what each reserves."""
+        return self.blocks * (self.shared_memory + RESERVED) <= target.shared_memory + RESERVED
 
     def describe(self) -> dict[str, str]:
         """For people to read, by what it is about: fields that no plan has words for, but those that are as usual."""
@@ -86,6 +89,11 @@ def fitting(tilings: Iterable[AnyTiling], target: Target) -> AnyTiling:
     return next(tiling for tiling in tilings if tiling.fits(target))
 
 
+def filled(made: Callable[..., AnyTiling], name: str, counts: Iterable[int], target: Target) -> AnyTiling:
+    """The first that fits of those `made` with so many of what the field of this name counts."""
+    return fitting((made(**{name: count}) for count in counts), target)
+
+
 def query_tiles(problem: Problem, heads: int, rows: int) -> int:
     """How many tiles of so many rows a call has; `heads` of a key/value head share them."""
     return -(-problem.queries * slots(heads) // rows) * (problem.q_heads // heads) * problem.batch
@@ -101,9 +109,8 @@ class ForwardTiling(Tiling):
     """A block owns `tile_m` query rows and walks over keys.
 
     `packed_heads`: query heads of one key/value head that share the rows of a tile (see `primitives.gqa_packing`).
-    `exponential`: which columns of a thread take their exponentials from multiply-adds. `blocks`: how many a
-    SM holds at once. `threshold`: how far a row's maximum may be below its largest score, so that the output is
-    not rescaled.
+    `exponential`: which columns of a thread take their exponentials from multiply-adds. `threshold`: how far a row's
+    maximum may be below its largest score, so that the output is not rescaled.
     """
 
     parts: ClassVar[int] = 1  # stages that bring a tile of K, or of V
