@@ -23,13 +23,12 @@ from composattn.backends.fused.tiles.architecture import ARCHITECTURES
 from composattn.backends.fused.tiles.target import HOPPER, Target
 from composattn.backends.fused.tiles.tiling import Chosen
 from composattn.backends.hopper.backward_choice import FORMS as BACKWARD_FORMS
-from composattn.backends.hopper.backward_choice import BackwardForm, backward_facts, choose_backward
+from composattn.backends.hopper.backward_choice import backward_facts, choose_backward
 from composattn.backends.hopper.backward_choice import serves as backward_serves
 from composattn.backends.hopper.backward_choice import tiling_of_form as backward_of_form
 from composattn.backends.hopper.backward_tiling import TABLES as BACKWARDS
 from composattn.backends.hopper.forward_choice import (
     FORMS,
-    ForwardForm,
     choose_forward,
     forward_facts,
     serves,
@@ -72,10 +71,10 @@ def form_of_case(case: Case) -> str:
     if case.direction == "forward":
         return str(first(FORWARDS["forms"], facts_of_case(case)))
     call = backward_facts_of_case(case)
-    return str(BackwardForm(first(BACKWARDS["tiles"], call), first(BACKWARDS["blocks"], call)))
+    return f"{first(BACKWARDS['tiles'], call)}, {first(BACKWARDS['blocks'], call)}"
 
 
-def _of_form(form: ForwardForm) -> Choose:
+def _of_form(form: str) -> Choose:
     """The forward of a call by a form of the table, whatever row is its."""
 
     def choose(problem: Problem, program: Program, target: Target) -> Any:
@@ -85,7 +84,7 @@ def _of_form(form: ForwardForm) -> Choose:
     return choose
 
 
-def _of_backward_form(form: BackwardForm) -> Choose:
+def _of_backward_form(form: str) -> Choose:
     """The backward of a call by a form of the table, whatever rows are its."""
 
     def choose(problem: Problem, program: Program, target: Target, deterministic: bool) -> Any:
@@ -107,11 +106,11 @@ def _of_heads(together: bool) -> Choose:
 
 CANDIDATES: dict[Direction, dict[str, Choose]] = {
     "forward": {
-        **{str(form): _of_form(form) for form in FORMS},
+        **{form: _of_form(form) for form in FORMS},
         "heads apart": _of_heads(together=False),
         "heads together": _of_heads(together=True),
     },
-    "backward": {str(form): _of_backward_form(form) for form in BACKWARD_FORMS},
+    "backward": {form: _of_backward_form(form) for form in BACKWARD_FORMS},
 }
 NAMES = {name for candidates in CANDIDATES.values() for name in candidates}
 _CHOSEN: dict[Direction, Choose] = {"forward": choose_forward, "backward": choose_backward}

@@ -25,7 +25,6 @@ from benchmarks.sweep import of_forms
 from composattn.backends.fused.planning.facts import Facts
 from composattn.backends.fused.planning.tables import Row, Table, first, row_of
 from composattn.backends.hopper import backward_choice, backward_tiling, forward_choice, tiling
-from composattn.backends.hopper.backward_choice import BackwardForm
 
 RESULTS = Path(__file__).parent / "results" / "sweeps"
 AGAIN = "h200-wide.json"  # forwards of other D than 64, 128, 192 and 256, since their large blocks draw their tiles
@@ -36,7 +35,7 @@ TABLES: dict[Direction, dict[str, Table]] = {
     "forward": {"forms": tiling.TABLES["forms"]},
     "backward": {name: backward_tiling.TABLES[name] for name in ("tiles", "blocks")},
 }
-BACKWARD = {str(form): form for form in backward_choice.FORMS}
+BACKWARD = backward_choice.FORMS
 EVIDENCE = ("why", "shapes", "gain")
 
 
@@ -52,7 +51,7 @@ def form_of(direction: Direction, tables: dict[str, Table], call: Facts) -> str:
     """What these tables say, in words."""
     if direction == "forward":
         return str(first(tables["forms"], call))
-    return str(BackwardForm(first(tables["tiles"], call), first(tables["blocks"], call)))
+    return f"{first(tables['tiles'], call)}, {first(tables['blocks'], call)}"
 
 
 @functools.cache
@@ -65,7 +64,7 @@ def timed(direction: Direction, part: Part) -> list[Shape]:
     took = _times(direction, f"h200-{direction}-{part}.json")
     took |= _times(direction, f"h200-regret-{direction}.json") if part == "unseen" else {}
     took |= {name: times for name, times in _times(direction, AGAIN).items() if name in took}
-    known = {str(form) for form in (forward_choice.FORMS if direction == "forward" else backward_choice.FORMS)}
+    known = forward_choice.FORMS if direction == "forward" else BACKWARD
     took = {name: {form: ms for form, ms in times.items() if form in known} for name, times in took.items()}
     facts_of = facts_of_case if direction == "forward" else backward_facts_of_case
     shapes = [Shape(name, facts_of(shape_named(name)), times) for name, times in took.items()]
@@ -99,7 +98,7 @@ def _competes(name: str, form: str, mine: str) -> bool:
     if name == "forms":
         return form != mine
     other, own = BACKWARD[form], BACKWARD[mine]
-    return other.tile != own.tile if name == "tiles" else other.tile == own.tile and other.blocks != own.blocks
+    return other["tile"] != own["tile"] if name == "tiles" else other["tile"] == own["tile"] and form != mine
 
 
 def without(direction: Direction, name: str, row: Row) -> dict[str, Table]:

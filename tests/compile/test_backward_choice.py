@@ -276,7 +276,7 @@ def test_dq_is_claimed_where_each_query_tile_is_visited(
         Program(None, Mask.of(mask).expr),
         HOPPER,
     )
-    claiming = [form for form in FORMS if form.cut["dq"] == "claim" and serves(form, backward_facts(*call, False))]
+    claiming = [form for form in FORMS if "dQ claim" in form and serves(form, backward_facts(*call, False))]
     assert bool(claiming) == seen == (plan_backward(*call).main.tiling.claimed_parts > 0)
 
 

@@ -21,7 +21,6 @@ from composattn.backends.fused.running.emulated import EmulatedForward, emulatin
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
 from composattn.backends.hopper.forward_choice import (
-    ForwardForm,
     choose_forward,
     forward_facts,
     tiling_of_form,
@@ -77,7 +76,7 @@ def test_drawn_tiles_give_the_same_bits(name: str, guesses: bool, generator: tor
         return found
 
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    form = ForwardForm("large", guesses=guesses, stays=True)
+    form = "large, guesses, stays" if guesses else "large, stays"
     facts = forward_facts(problem, program, FEW)
     plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(form, facts))
     if guesses:

@@ -17,7 +17,7 @@ from composattn.backends.fused.planning.plan import ForwardPlan, plan_forward
 from composattn.backends.fused.running.emulated import EmulatedForward, emulating
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import ForwardForm, forward_facts, tiling_of_form
+from composattn.backends.hopper.forward_choice import forward_facts, tiling_of_form
 from composattn.call.problem import Problem
 from composattn.call.sequences import NO_SEQUENCES, Sequences
 from composattn.emulator.mode import EAGER, LATE, random_mode
@@ -79,7 +79,7 @@ def test_warpgroups_that_pass_by_tiles_give_the_same_bits_in_blocks_that_stay(ge
     for persistent in (False, True):
         problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=persistent))
         facts = forward_facts(problem, program, FEW)
-        plan = plan_forward(problem, program, FEW, tiling=tiling_of_form(ForwardForm("large"), facts))
+        plan = plan_forward(problem, program, FEW, tiling=tiling_of_form("large", facts))
         for mode in (EAGER, LATE, random_mode(1)):
             with emulating(mode):
                 found.append(EmulatedForward(plan)(q, k, v, 0.088, captured)[:2])
@@ -107,7 +107,7 @@ def test_two_stages_of_queries_give_the_same_bits(name: str, generator: torch.Ge
     q, k, v = (outlier_normal(1, 3, keys, dim, generator=generator, dtype=torch.bfloat16) for _ in range(3))
     program, one = Program(None, None if mask is None else Mask.of(mask).expr), dataclasses.replace(HOPPER, sms=1)
     problem = dataclasses.replace(Problem.of(q, k, v), schedule=ca.Schedule(persistent=True))
-    form = ForwardForm("small" if "small" in name else "large", name == "guessing", "small" not in name)
+    form = "small" if "small" in name else "large, guesses, stays" if name == "guessing" else "large, stays"
     facts = forward_facts(problem, program, HOPPER)
     two = dataclasses.replace(tiling_of_form(form, facts), **fields)
     assert two.q_stages == 2 and two.blocks == (3 if "small" in name else 1)

@@ -14,7 +14,7 @@ from composattn.backends.fused.planning.facts import BANDS, MASKS, MODS, WORK, F
 from composattn.backends.fused.planning.tables import Row, first, row_of, rows_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.backward_choice import FINDERS, BackwardForm, choose_backward, serves
+from composattn.backends.hopper.backward_choice import FINDERS, choose_backward, serves
 from composattn.backends.hopper.backward_tiling import TABLES
 from composattn.call.problem import Problem
 
@@ -60,7 +60,7 @@ def test_what_calls_get_can_cut_them() -> None:
         call = some_class(generator)
         assert call is not None
         # dQ leaves in bulk in a fixed order whatever the form says
-        assert call.order == "fixed" or serves(BackwardForm(first(TILES, call), first(BLOCKS, call)), call), str(call)
+        assert call.order == "fixed" or serves(f"{first(TILES, call)}, {first(BLOCKS, call)}", call), str(call)
 
 
 def test_evidence_is_of_results_that_are_here() -> None:

@@ -16,7 +16,7 @@ from composattn.backends.fused.planning.facts import BANDS, FORWARD, MASKS, MODS
 from composattn.backends.fused.planning.tables import Pattern, row_of
 from composattn.backends.fused.running.call import FusedCall
 from composattn.backends.fused.tiles.target import HOPPER
-from composattn.backends.hopper.forward_choice import ForwardForm, choose_forward, serves
+from composattn.backends.hopper.forward_choice import choose_forward, serves
 from composattn.backends.hopper.tiling import TABLES
 from composattn.call.problem import Layout, Problem
 
@@ -57,7 +57,7 @@ def test_whatever_a_row_names_can_cut_all_calls_that_it_gets() -> None:
     generator = random.Random(0)
     for _ in range(5000):
         call = some_class(generator, {})
-        assert serves(ForwardForm.named(row_of(TABLE, call).says), call), str(call)
+        assert serves(row_of(TABLE, call).says, call), str(call)
 
 
 def test_tiles_of_all_head_dimensions_have_64_keys_and_fit() -> None:

@@ -16,7 +16,7 @@ def test_drawn_calls_are_the_same_in_every_run_and_reach_all_kinds() -> None:
     found, again = of_drawn(300, 1), of_drawn(300, 1)
     assert found == again
     kinds = collections.Counter((call.direction, call.target, call.problem.layout.q) for call in drawn(300, 1))
-    assert len(kinds) == 8 and min(kinds.values()) > 1
+    assert len(kinds) == 16 and min(kinds.values()) > 1
     assert sum(bool(said["words"]) for said in found.values()) > 0.8 * len(found)
 
 

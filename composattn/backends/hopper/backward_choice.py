@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...analysis.program import Program
 from ...call.problem import Problem
@@ -27,33 +27,6 @@ AT_A_DOCUMENT = 8  # pieces of its tiles, or heads, that run together, next to t
 HeadsOf = tuple[int, int | None]  # query heads of a piece, 0: all; key/value heads together, None: as L2 holds
 
 
-class BackwardForm(NamedTuple):
-    """How a call is cut: the name of its tiles, and whether a block stays, or clears dQ beside its first query tiles.
-
-    What of a call is one piece of work is a `kind`: keys apart: 64 keys a warpgroup, of 128. shared keys: two
-    warpgroups have 64 keys, one dV and one dK. exchange: two blocks have 64 keys each, and exchange dS. halves: two
-    blocks share the columns of 64 keys.
-
-    dQ leaves from registers, through shared memory "in bulk" (as in a fixed order always), or there by a "claim".
-    """
-
-    tile: str
-    blocks: str
-
-    def __str__(self) -> str:
-        return f"{self.tile}, {self.blocks}"
-
-    @property
-    def cut(self) -> dict[str, Any]:
-        """For tables to ask: the kind, queries of a tile, how dQ leaves, blocks."""
-        return {
-            "queries": ROWS,
-            "dq": "registers",
-            **first(TABLES["named"], None, tile=self.tile),
-            "blocks": self.blocks,
-        }
-
-
 # by kind: the tiling, fields of it, and of what columns are whole multiples
 KINDS: dict[str, tuple[type[HopperBackwardTiling], dict[str, Any], int]] = {
     "keys apart": (HopperBackwardTiling, {"tile_n": KEYS}, 32),
@@ -61,8 +34,19 @@ KINDS: dict[str, tuple[type[HopperBackwardTiling], dict[str, Any], int]] = {
     "exchange": (ExchangeBackwardTiling, {"tile_n": 2 * ROWS}, 32),
     "halves": (HopperPairBackwardTiling, {"tile_n": ROWS}, 64),
 }
-# what a call must be, that a tile can be its, is in "serves": none of the tables' rules that only speed decides
-FORMS = tuple(dict.fromkeys(BackwardForm(tile.says, row.says) for tile in TABLES["serves"] for row in TABLES["blocks"]))
+# What forms mean, by their words: of tiles and `blocks`, whether one stays, or clears dQ beside its first query tiles.
+# What of a call is one piece of work is a `kind`: keys apart: 64 keys a warpgroup, of 128. shared keys: two warpgroups
+# have 64 keys, one dV and one dK. exchange: two blocks have 64 keys each, and exchange dS. halves: two blocks share the
+# columns of 64 keys. `dq` leaves from registers, through shared memory "in bulk" (as in a fixed order always), or there
+# by a "claim". What a call must be, that a tile can be its, is in "serves": none of the tables' rules that only speed
+# decides
+FORMS: dict[str, dict[str, Any]] = {
+    f"{tile}, {blocks}": {
+        "tile": tile, "queries": ROWS, "dq": "registers", **first(TABLES["named"], None, tile=tile), "blocks": blocks,
+    }
+    for tile in dict.fromkeys(row.says for row in TABLES["serves"])
+    for blocks in dict.fromkeys(row.says for row in TABLES["blocks"])
+}  # fmt: skip
 # fields by call and form; those of "stays" take room: of several the first is taken that fits. Columns of V and K that
 # wait in registers, "resident", are read once a tile of keys, not once a query tile: 1 to 22 % of what passes shared
 # memory's port; none spills (`benchmarks.fit`)
@@ -88,9 +72,9 @@ def backward_facts(problem: Problem, program: Program, target: Target, determini
     return Facts(FINDERS, problem, program, target, rows=KEYS, deterministic=deterministic)
 
 
-def serves(form: BackwardForm, call: Facts) -> bool:
+def serves(form: str, call: Facts) -> bool:
     """Whether a form can cut calls of a class."""
-    return any(form.tile == row.says for row in rows_of(TABLES["serves"], call, blocks=form.blocks))
+    return any(FORMS[form]["tile"] == row.says for row in rows_of(TABLES["serves"], call, blocks=FORMS[form]["blocks"]))
 
 
 def choose_backward(problem: Problem, program: Program, target: Target, deterministic: bool) -> Chosen:
@@ -98,13 +82,13 @@ def choose_backward(problem: Problem, program: Program, target: Target, determin
     call = backward_facts(problem, program, target, deterministic)
     tile, blocks = row_of(TABLES["tiles"], call), row_of(TABLES["blocks"], call)
     said = f"tiles: {tile.says}; {tile.evidence}\n    blocks: {blocks.says}; {blocks.evidence}"
-    own, others = BackwardForm(tile.says, blocks.says), (form for form in FORMS if serves(form, call))
-    return tuned.chosen(call, own, others, said, lambda form: tiling_of_form(form, call))
+    others = (form for form in FORMS if serves(form, call))
+    return tuned.chosen(call, f"{tile.says}, {blocks.says}", others, said, tiling_of_form)
 
 
-def tiling_of_form(form: BackwardForm, call: Facts) -> HopperBackwardTiling:
+def tiling_of_form(form: str, call: Facts) -> HopperBackwardTiling:
     """A call's tiling by one of the forms."""
-    cut = form.cut
+    cut = FORMS[form]
     kind, fixed, step = KINDS[cut["kind"]]
     fields: dict[str, Any] = {
         **{name: first(TABLES[name], call, **cut) for name in FIELDS},

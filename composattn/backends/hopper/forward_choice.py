@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ...call.eight_bits import EIGHT_BITS
 from ...call.problem import Problem
 from ...primitives.rescale_threshold import RescaleThreshold
 from ..fused.compiling import tuned
-from ..fused.planning.facts import FORWARD, Facts, Finders
+from ..fused.planning.facts import FORWARD, Facts, Finders, equal_rounds
 from ..fused.planning.tables import first, row_of, rows_of
 from ..fused.tiles.few_queries import best_cut, packed_heads, sharing_heads
 from ..fused.tiles.scheduler import Scheduler
@@ -33,43 +34,14 @@ NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of 
 BYTES_ON_THE_WAY = 128 << 10
 
 
-class ForwardForm(NamedTuple):
-    """How a call is cut.
-
-    few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or
-    three blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and
-    V. wide: D above 256.
-
-    `guesses`: rows take the maximum before a tile for the tile's own. `stays`: blocks draw one tile after the other.
-    """
-
-    kind: Literal["few", "small", "alone", "large", "wide"]
-    guesses: bool = False
-    stays: bool = False
-
-    def __str__(self) -> str:
-        return self.kind + ", guesses" * self.guesses + ", stays" * self.stays
-
-    @staticmethod
-    def named(words: str) -> ForwardForm:
-        kind, *flags = words.split(", ")
-        return ForwardForm(kind, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
-
-
-class Block(NamedTuple):
-    """`warpgroups` that share a block; an SM has so many `blocks`, a tile up to so many `keys`.
-
-    `stays`: whether blocks stay whatever the form says.
-    """
-
-    warpgroups: int
-    blocks: int = 1
-    keys: int = 128
-    stays: bool = False
-
-
-# those that compete
-FORMS = tuple(dict.fromkeys(ForwardForm.named(row.says) for row in TABLES["forms"] if row.says not in ("wide", "few")))
+# What forms mean, by their words.
+# few: one tile of rows, as many bytes of keys on their way as memory needs. small: one warpgroup a block, two or three
+# blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and V. wide: D above
+# 256. guesses: rows take the maximum before a tile for the tile's own. stays: blocks take one tile after the other
+FORMS: dict[str, dict[str, Any]] = {
+    words: {"kind": words.split(",")[0], "guesses": "guesses" in words, "stays": "stays" in words}
+    for words in dict.fromkeys(row.says for row in TABLES["forms"])
+}
 FINDERS: Finders = {
     **FORWARD,
     "head_bytes": lambda f: 2 * f.keys * sum(f.dims),  # of a head's keys and values
@@ -90,8 +62,7 @@ def choose_forward(problem: Problem, program: Program, target: Target) -> Chosen
         return choose_fp8(problem, program, target)
     call = forward_facts(problem, program.unscaled, target)
     row, others = row_of(TABLES["forms"], call), (form for form in FORMS if serves(form, call))
-    said, own = f"form: {row.says}; {row.evidence}", ForwardForm.named(row.says)
-    return tuned.chosen(call, own, others, said, lambda form: tiling_of_form(form, call))
+    return tuned.chosen(call, row.says, others, f"form: {row.says}; {row.evidence}", tiling_of_form)
 
 
 def forward_facts(problem: Problem, program: Program, target: Target) -> Facts:
@@ -110,32 +81,35 @@ def _takes_less(apart: Facts, together: Facts) -> bool:
     Equal tiles end in whole rounds, those of 192 rows take 1.25 times as long as those of 128: of 60 calls with no mask
     it says the time together over that apart to 0.04 in the mean (sweeps/h200-packing.json, h200-near-claims.json).
     """
-    form = ForwardForm.named(first(TABLES["forms"], apart))
-    most = first(TABLES["packs"], apart, **form._asdict())
+    form = first(TABLES["forms"], apart)
+    most = first(TABLES["packs"], apart, **FORMS[form])
 
     def time(call: Facts) -> int:
-        block = _block(form, call, less=False)
-        a_round = max(1, call.target.sms * block.blocks * (call.program.mask is None))
-        return -(-query_tiles(call.problem, call.heads, ROWS * block.warpgroups) // a_round) * (block.warpgroups + 2)
+        cut = _block(form, call, less=False)
+        return equal_rounds(call, ROWS * cut["warpgroups"], cut["blocks"]) * (cut["warpgroups"] + 2)
 
     return most > 0 and time(together) <= most * time(apart)
 
 
-def _block(form: ForwardForm, call: Facts, less: bool) -> Block:
-    """`less`: of those where others leave no registers."""
-    return Block(**first(TABLES["blocks"], call, kind=form.kind, less=less))
+def _block(form: str, call: Facts, less: bool) -> dict[str, Any]:
+    """What a form means, and its `warpgroups` that share a block, the `blocks` of an SM, a tile's most keys, `tile_n`.
+
+    `less`: of those where others leave no registers.
+    """
+    said = FORMS[form]
+    return {"blocks": 1, "tile_n": 128, **said, **first(TABLES["blocks"], call, kind=said["kind"], less=less)}
 
 
-def serves(form: ForwardForm, call: Facts) -> bool:
+def serves(form: str, call: Facts) -> bool:
     """Whether a form can cut calls of a class."""
-    return any(str(form._replace(stays=False)) == row.says for row in rows_of(TABLES["serves"], call))
+    return any(form.removesuffix(", stays") == row.says for row in rows_of(TABLES["serves"], call))
 
 
-def tiling_of_form(form: ForwardForm, call: Facts) -> HopperTiling | WideTiling:
+def tiling_of_form(form: str, call: Facts) -> HopperTiling | WideTiling:
     """A call's tiling by one of the forms."""
-    if form.kind == "wide":
+    if form == "wide":
         return _wide(call, **first(TABLES["wide"], call))
-    return _few_rows(call) if form.kind == "few" else _tiling_of(form, call)
+    return _few_rows(call) if form == "few" else _tiling_of(form, call)
 
 
 def _alike(call: Facts, kernel: str) -> dict[str, Any]:
@@ -156,9 +130,9 @@ def _tiling(call: Facts, kernel: str, **fields: Any) -> HopperTiling:
     return ByteTiling(**{"byte_stages": 1} | fields) if call.of_bytes else HopperTiling(**fields)
 
 
-def _registers(call: Facts, block: Block) -> int:
+def _registers(call: Facts, cut: Mapping[str, Any]) -> int:
     """Registers of a thread that computes, in such a block."""
-    return registers_for(block.warpgroups, block.blocks, call.layout == "paged", call.of_bytes).computing
+    return registers_for(cut["warpgroups"], cut["blocks"], call.layout == "paged", call.of_bytes).computing
 
 
 def _keys_by_registers(call: Facts, registers: int) -> int:
@@ -167,46 +141,42 @@ def _keys_by_registers(call: Facts, registers: int) -> int:
     return (registers - taken - call.dv // 2) * 4 // 3 // 16 * 16
 
 
-def _tiling_of(form: ForwardForm, call: Facts) -> HopperTiling:
+def _tiling_of(form: str, call: Facts) -> HopperTiling:
     """A tile has as many keys as its block, registers and shared memory have room for.
 
     All of Q, if it waits in registers, goes before keys; some columns of it are held where the keys leave them room.
     """
     # a warpgroup more makes 16-bit numbers of bytes; a batch-invariant tile's keys may find no registers
-    block = _block(form, call, less=call.of_bytes)
-    if _keys_by_registers(call, _registers(call, block)) < call.keys_in_order:
-        block = _block(form, call, less=True)
-    rows = ROWS * block.warpgroups
-    cut = {"warpgroups": block.warpgroups, "blocks": block.blocks, "guesses": form.guesses, "kind": form.kind}
+    cut = _block(form, call, less=call.of_bytes)
+    if _keys_by_registers(call, _registers(call, cut)) < call.keys_in_order:
+        cut = _block(form, call, less=True)
+    rows = ROWS * cut["warpgroups"]
     rounds = query_tiles(call.problem, call.heads, rows) / call.target.sms
-    stays = first(TABLES["stays"], call, form=form.stays, block=block.stays, rounds=rounds)
+    cut["scheduler"] = first(TABLES["schedulers"], call, **cut, rounds=rounds)
     stages, resident, steps, columns = (
-        first(TABLES[name], call, stays=stays, **cut) for name in ("stages", "resident", "steps", "columns")
+        first(TABLES[name], call, **cut) for name in ("stages", "resident", "steps", "columns")
     )
-    # large blocks draw their tiles, as those that a mask cuts differ: 103 calls of D 72 to 224 take 0.99 of the time of
-    # a fixed stride; six masked ones of D 144 to 224 from 1k on, with one tile a block before, 0.95 (h200-wide.json)
-    scheduler = Scheduler.LATE if block.warpgroups > 1 else Scheduler.STRIDE
     tiling = _tiling(
         call,
-        GUESSING if form.guesses else "forward",
+        GUESSING if cut["guesses"] else "forward",
         d=max(call.d, columns),
         dv=max(call.dv, columns),
         tile_m=rows,
         tile_n=max(16, call.keys_in_order),
-        blocks=block.blocks,
-        scheduler=scheduler if stays else Scheduler.ONE_TILE,
+        blocks=cut["blocks"],
+        scheduler=Scheduler[cut["scheduler"]],
         stages=stages,
         resident=resident,
         steps=RowSteps(**steps),
     )
-    tiling = _filled(call, block, tiling)
+    tiling = _filled(call, cut, tiling)
     return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(call, tiling) else tiling
 
 
-def _filled(call: Facts, block: Block, tiling: HopperTiling) -> HopperTiling:
-    registers, held = _registers(call, block), tiling.resident // 4
+def _filled(call: Facts, cut: Mapping[str, Any], tiling: HopperTiling) -> HopperTiling:
+    registers, held = tiling.registers(call.layout == "paged").computing, tiling.resident // 4
     by_registers = _keys_by_registers(call, registers - held * tiling.frees_queries)
-    most = min(by_registers, block.keys, first(TABLES["most_keys"], call))
+    most = min(by_registers, cut["tile_n"], first(TABLES["most_keys"], call))
     if not call.keys_in_order:
         tiling = filled(functools.partial(dataclasses.replace, tiling), "tile_n", range(most, 0, -16), call.target)
     keys = whole_pages(call.problem, tiling.tile_n)

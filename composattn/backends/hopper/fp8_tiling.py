@@ -98,7 +98,7 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
         packed_heads=call.heads,
         threshold=ALWAYS_RESCALE,  # output times factor plus sums is one instruction, whether it is 1 or not
         stages=2,
-        scheduler=Scheduler[first(TABLES["fp8_schedulers"], call, rounds=rounds)],
+        scheduler=Scheduler[first(TABLES["schedulers"], call, kind="fp8", stays=True, rounds=rounds)],
         numbers=12 * form.says["tile_n"] * scales.by_key,
     )
     tiling = dataclasses.replace(tiling, pieces=tiling.pieces if call.dv // tiling.pieces % 8 == 0 else 1)

@@ -14,14 +14,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..planning.facts import Facts
 from ..tiles.tiling import Chosen
 from . import disk_cache
 
 FILE = "tuned.json"
-Form = TypeVar("Form")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,26 +58,29 @@ def asking(**wanted: str) -> Iterator[Asking]:
         _asking.remove(asked)
 
 
-def chosen(call: Facts, own: Form, others: Iterable[Form], said: str, made: Callable[[Form], Any]) -> Chosen:
-    """What a call gets by its `own` form, tables `said` why, or by one of the `others`, asked for or tuned."""
+def chosen(call: Facts, own: str, others: Iterable[str], said: str, made: Callable[[str, Facts], Any]) -> Chosen:
+    """What a call gets by its `own` form, tables `said` why, or by one of the `others`, asked for or tuned.
+
+    `made`: the tiling by a form.
+    """
     words = f"{call}\n    {said}"
     if call.order == "batch-invariant":
-        return Chosen(made(own), words)
+        return Chosen(made(own, call), words)
     key = key_of(call)
     if _asking:
-        tilings = {str(own): made(own)}
+        tilings = {own: made(own, call)}
         for form in others:
             with contextlib.suppress(AssertionError, ValueError):  # fields that exclude each other
-                found = made(form)
+                found = made(form, call)
                 if found not in tilings.values():
-                    tilings[str(form)] = found
+                    tilings[form] = found
         _asking[-1].met[key] = list(tilings)
-        return Chosen(tilings.get(_asking[-1].wanted.get(call.direction, ""), tilings[str(own)]), words)
+        return Chosen(tilings.get(_asking[-1].wanted.get(call.direction, ""), tilings[own]), words)
     known = kept(disk_cache.folder() / FILE).get(key)
     if known is None:
-        return Chosen(made(own), words)
+        return Chosen(made(own, call), words)
     words = f"{call}\n    form: {known.form}; {known}; the tables say {own}"
-    return Chosen(made(next((form for form in others if str(form) == known.form), own)), words)
+    return Chosen(made(known.form if known.form in others else own, call), words)
 
 
 def key_of(call: Facts) -> str:

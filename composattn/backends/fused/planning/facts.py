@@ -196,9 +196,9 @@ OF_ANY: Finders = {
 }
 
 
-def _equal_rounds(f: Facts, rows: int) -> int:
-    """Tiles of so many rows, with no mask in whole rounds: equal tiles end together."""
-    a_round = max(1, f.target.sms * (f.program.mask is None))
+def equal_rounds(f: Facts, rows: int, blocks: int = 1) -> int:
+    """Tiles of so many rows, with no mask in whole rounds of `blocks` an SM: equal tiles end together."""
+    a_round = max(1, f.target.sms * blocks * (f.program.mask is None))
     return -(-query_tiles(f.problem, f.heads, rows) // a_round)
 
 
@@ -224,7 +224,7 @@ FORWARD: Finders = {
     "seen": lambda f: band(f.keys if f.few else keys_of_a_query(f.problem, f.visited)),
     "length": lambda f: band(f.keys),
     "fills": lambda f: _pairs(f, 192, 128) * 8 <= _pairs(f, 64, 64) * 9,
-    "thirds": lambda f: 1.5 * _equal_rounds(f, 192) / max(1, _equal_rounds(f, 128)),
+    "thirds": lambda f: 1.5 * equal_rounds(f, 192) / max(1, equal_rounds(f, 128)),
 }
 
 
