@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # A choice: how a call is cut, and in which order its tiles run. Records of tilings count, as what follows from their
 # fields is a choice too; tables on the device (`work`) don't, nor do rewrites of calls (strips, residues, widened)
 FILES = {
-    "fused": "coverage cut facts few_queries order scheduler tables tiling traits",
+    "fused": "cut facts few_queries order scheduler tables tiling traits",
     "hopper": "backward_choice backward_tiling forward_choice fp8_tiling tiling wide_tiling",
     "blackwell": "backward_tiling tiling",
     "warp": "tiling",

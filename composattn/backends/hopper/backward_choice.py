@@ -16,9 +16,9 @@ from ...call.problem import Problem
 from ..fused.compiling import tuned
 from ..fused.planning.facts import BACKWARD, Facts, Finders
 from ..fused.planning.tables import first, row_of, rows_of
-from ..fused.tiles.coverage import all_are_seen
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, fitting
+from ..fused.tiles.traits import all_are_seen
 from .backward_tiling import TABLES, ExchangeBackwardTiling, HopperBackwardTiling, HopperPairBackwardTiling
 from .tiling import ROWS
 

@@ -11,26 +11,23 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ....analysis.bands import residual
+from ....analysis.bands import exchanged, residual
 from ....analysis.captured_gradient import GradientProgram, Pattern, pattern_of
 from ....graph.expr import Dep, Expr, Rate
 from ....graph.gradient import derivative
 from ....graph.multiples import is_of_score
-from ..tiles.coverage import (
-    end_together,
-    has_documents_apart,
-    has_segments_apart,
-    keys_of_a_query,
-    queries_of_a_key,
-)
 from ..tiles.tiling import key_tiles, query_tiles, slots
 from ..tiles.traits import (
     ALONG_KEYS,
     OF_HEADS,
     bounds_queries,
     depends,
+    end_together,
     has_costly_test,
+    has_documents_apart,
     has_plain_part,
+    has_segments_apart,
+    keys_of_a_query,
     padded,
     reads,
 )
@@ -244,7 +241,7 @@ BACKWARD: Finders = {
     "mask": lambda f: _kind(MASKS, OF_KEYS, f),
     "tiles": lambda f: key_tiles(f.problem, f.rows) * f.problem.kv_heads * f.problem.batch,
     "work": _rounds,
-    "seen": lambda f: band(queries_of_a_key(f.problem, f.program)),
+    "seen": lambda f: band(keys_of_a_query(f.problem.mirrored, exchanged(f.visited))),
     "length": lambda f: band(f.queries),
     "fills": lambda f: not f.problem.layout.is_dense or _filled(f, 128) * 10 <= 11 * _filled(f, 64),
     "thirds": lambda f: _filled(f, 80) / max(1, _filled(f, 64)),

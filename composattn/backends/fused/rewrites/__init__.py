@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from ....analysis.program import Program
 from ....call.problem import Problem
-from ..tiles.coverage import has_documents_apart, has_segments_apart
 from ..tiles.target import Target
+from ..tiles.traits import has_documents_apart, has_segments_apart
 from .apart import CallApart, GeneratedCall, Make
 from .dequantised import dequantised
 from .invariant import invariant

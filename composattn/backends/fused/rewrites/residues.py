@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ....analysis.program import Program
 from ....analysis.residues import of_residue, residues
 from ....call.problem import Problem
-from ..tiles.coverage import keys_of_a_query
+from ..tiles.traits import keys_of_a_query
 from .posed import Apart, Found, Nothing, Part, Posed, Rows
 from .whole import reads_more_than_positions
 
