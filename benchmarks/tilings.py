@@ -33,14 +33,12 @@ from composattn.backends.fused.compiling.compile import compile_offline
 from composattn.backends.fused.tiles.architecture import ARCHITECTURES, Architecture, planned_for
 from composattn.backends.fused.tiles.scheduler import Scheduler
 from composattn.backends.fused.tiles.tiling import Chosen
-from composattn.backends.hopper.tiling import RowSteps
 from composattn.primitives.exponential_units import ExponentialUnits
 from composattn.primitives.rescale_threshold import RescaleThreshold
 
 Changes = dict[str, Any]
 OBJECTS: dict[str, Callable[..., Any]] = {
     "exponential": ExponentialUnits, "threshold": RescaleThreshold, "scheduler": Scheduler.__getitem__,
-    "steps": RowSteps
 }  # fmt: skip
 _FIELD = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 

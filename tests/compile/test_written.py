@@ -35,7 +35,7 @@ MANY = 8192  # keys of which large blocks are chosen, which guess their maxima
 def forward(written: Written, problem: Problem, program: Program) -> ForwardPlan:
     cut = choose_forward(dataclasses.replace(problem, q_len=MANY, kv_len=MANY), program, HOPPER).tiling
     assert isinstance(cut, HopperTiling)
-    cut = dataclasses.replace(cut, steps=dataclasses.replace(cut.steps, written=written))
+    cut = dataclasses.replace(cut, written=written)
     return plan_forward(problem, program, HOPPER, tiling=cut)
 
 

@@ -283,10 +283,10 @@ class HopperForwardProducts(WarpgroupProducts):
     def __init__(self, plan, block, number):
         tiling = plan.tiling
         self.q_stages = tiling.q_stages
-        self.qk = product(block.dtype, tiling.tile_n, written=tiling.steps.written)
-        self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.steps.written)
+        self.qk = product(block.dtype, tiling.tile_n, written=tiling.written)
+        self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=tiling.written)
         self.pv, whole = (
-            product(block.dtype, columns, right=MN, left_in_registers=True, written=tiling.steps.written)
+            product(block.dtype, columns, right=MN, left_in_registers=True, written=tiling.written)
             for columns in (self.columns_of(plan), tiling.dv)
         )
         # descriptors are the same for all threads of a warpgroup: thread 0's view serves
@@ -343,7 +343,7 @@ class ProductsWithSums(HopperForwardProducts):
     def __init__(self, plan, block, number):
         super().__init__(plan, block, number)
         tiling = plan.tiling
-        written = tiling.steps.written
+        written = tiling.written
         self.pv_sums = product(block.dtype, tiling.dv + SUMS, right=MN, left_in_registers=True, written=written)
         # of so many columns that the memory's layout divides them; fewer are multiplied
         wide = product(block.dtype, tiling.dv + tiling.ones, right=MN, left_in_registers=True).get_slice(0)

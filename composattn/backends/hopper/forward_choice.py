@@ -25,7 +25,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, filled, key_tiles, query_tiles, slots, whole_pages
 from .fp8_tiling import choose_fp8
-from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, RowSteps, registers_for
+from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, registers_for
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
 
 NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
@@ -167,7 +167,7 @@ def _tiling_of(form: str, call: Facts) -> HopperTiling:
         scheduler=Scheduler[cut["scheduler"]],
         stages=stages,
         resident=resident,
-        steps=RowSteps(**steps),
+        **steps,
     )
     tiling = _filled(call, cut, tiling)
     return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(call, tiling) else tiling

@@ -163,7 +163,7 @@ class Fp8Products(HopperForwardProducts):
 
     def __init__(self, tiling, block, number, adds_probabilities):
         self.q_stages, self.pieces, self.adds_probabilities = tiling.q_stages, tiling.pieces, adds_probabilities
-        written = tiling.steps.written
+        written = tiling.written
         self.qk = product(block.dtype, tiling.tile_n, written=written)
         self.resident_qk = product(block.dtype, tiling.tile_n, left_in_registers=True, written=written)
         self.pv = product(block.dtype, tiling.dv, left_in_registers=True)

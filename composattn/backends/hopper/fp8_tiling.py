@@ -63,17 +63,13 @@ class Fp8Tiling(HopperTiling):
         return not self.output_direct
 
     @property
-    def _copying(self) -> tuple[int, int]:
-        """Registers of a copying thread, and blocks of 32 keys that it turns at once: D 256 leaves the fewest."""
-        return (32, 4) if self.warpgroups == 3 else (24, 2) if self.output_direct else (40, 4)
-
-    @property
     def turned_at_once(self) -> int:
-        """Blocks of 32 keys of V on their way through a warp's registers."""
-        return self._copying[1]
+        """Blocks of 32 keys of V on their way through a warp's registers, of which D 256 leaves the fewest."""
+        return 2 if self.output_direct else 4
 
     def registers(self, paged: bool) -> Registers:
-        return left_by(self._copying[0], self.warpgroups, self.blocks)
+        copying = 32 if self.warpgroups == 3 else 24 if self.output_direct else 40
+        return left_by(copying, self.warpgroups, self.blocks)
 
     def _bytes(self, q_stages: int) -> int:
         rows = q_stages * self.d + 2 * self.dv * self.separate_o

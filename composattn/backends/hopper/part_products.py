@@ -18,7 +18,7 @@ class PartProducts(HopperForwardProducts):
         super().__init__(plan, block, number)
         tiling = plan.tiling
         registers = launched_registers(tiling.warpgroups + 1, tiling.blocks)
-        how: Any = {"left_in_registers": True, "written": tiling.steps.written}
+        how: Any = {"left_in_registers": True, "written": tiling.written}
         self.parts = ColumnParts(block.dtype, permuted(block.sV, 1, 0, 2), registers, **how)
 
     def columns_of(self, plan: ForwardPlan[ByteTiling]) -> int:

@@ -52,27 +52,15 @@ def launched_registers(warpgroups: int, blocks: int) -> int:
     return min(HOPPER.registers // (128 * (warpgroups + 1) * blocks), 255) // 8 * 8
 
 
-@dataclasses.dataclass(frozen=True)
-class RowSteps:
-    """In which order a warpgroup's rows go from one tile of keys to the next.
-
-    `output_wait`: behind which of a thread's exponentials the output's product is waited for, the first one or half of
-    them; None: wherever the compiler likes, which may be before any. `written`: how products are, see
-    `fused/tiles/written.py`.
-    """
-
-    output_wait: Literal["first", "half"] | None = None
-    written: Written = "whole"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopperTiling(ForwardTiling):
     """K and V lie in a ring of `stages` each; each of the warpgroups has 64 of the query rows.
 
     `resident`: so many columns of Q wait in registers for all tiles of keys, so that the tensor core reads only the
-    other ones from shared memory. `steps`: what rows do from tile to tile. `eight_rows`: only the first eight rows are
-    queries, and half of the softmax, and of what mods do, is left out: 8 % of short calls, 0 to 2 where memory is the
-    limit.
+    other ones from shared memory. `output_wait`: behind which of a thread's exponentials the output's product is waited
+    for, the first one or half of them; None: wherever the compiler likes, which may be before any. `written`: how
+    products are, see `fused/tiles/written.py`. `eight_rows`: only the first eight rows are queries, and half of the
+    softmax, and of what mods do, is left out: 8 % of short calls, 0 to 2 where memory is the limit.
     """
 
     l2: ClassVar[int] = L2
@@ -80,7 +68,8 @@ class HopperTiling(ForwardTiling):
 
     stages: int
     resident: int = 0
-    steps: RowSteps = RowSteps()
+    output_wait: Literal["first", "half"] | None = None
+    written: Written = "whole"
     eight_rows: bool = False
 
     def __post_init__(self) -> None:

@@ -261,10 +261,10 @@ class GroupRows(OutputRows[Any]):
         """Scores of kv tile `n` while the output of the tile before it accumulates."""
         seen = self.look(n) if tested else None
         ahead, tSrS = self.issue(n, k_slot, v_slot)
-        if self.tiling.steps.output_wait is None:
+        if self.tiling.output_wait is None:
             self.block.k_edge.release(k_slot, self.me.lane)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
-        if self.tiling.steps.output_wait is not None:
+        if self.tiling.output_wait is not None:
             self.block.k_edge.release(k_slot, choose(self.is_negative(probabilities), Int32(LANES), self.me.lane))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
@@ -277,7 +277,7 @@ class GroupRows(OutputRows[Any]):
         The compiler moves a wait for products up over exponentials, but not over a release. So the output's product was
         waited for before any of them, and none ran under it: up to 7 % of D 128 (H200).
         """
-        column = 0 if self.tiling.steps.output_wait == "first" else self.me.shape.columns - 1
+        column = 0 if self.tiling.output_wait == "first" else self.me.shape.columns - 1
         return probabilities[0, column] < 0.0
 
     def last_product(self, v_slot):

@@ -67,7 +67,7 @@ class GuessingRows(GroupRows):
         tile = self.tile(scores, n)
         self.mods.apply_score(tile, ahead)
         rises = self.softmax.by_maximum_before(tile, MOST)
-        if self.tiling.steps.output_wait is not None:  # K is read again where rows rise: this releases nothing
+        if self.tiling.output_wait is not None:  # K is read again where rows rise: this releases nothing
             self.block.k_edge.release(k_slot, choose(self.is_negative(scores), Int32(0), Int32(LANES)))
         self.products.wait(0)
         self.block.v_edge.release(v_slot, self.me.lane)
