@@ -95,7 +95,7 @@ def test_results_of_a_fixed_order_come_from_one_kind_of_block() -> None:
 def test_threads_that_compute_have_the_registers_that_copying_ones_leave(blocks: int) -> None:
     """One more step of 8, and they would wait for ever for what they were not launched with."""
     for warpgroups, paged in itertools.product((1, 2, 3), (False, True)):
-        computing, copying = registers_for(warpgroups, blocks, paged)
+        computing, copying = registers_for(warpgroups, blocks, paged, "copying")
         launched = launched_registers(warpgroups, blocks) * (warpgroups + 1)
         assert warpgroups * computing + copying <= launched
         assert warpgroups * (computing + 8) + copying > launched or computing == 240

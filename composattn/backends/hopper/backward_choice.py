@@ -41,12 +41,10 @@ KINDS: dict[str, tuple[type[HopperBackwardTiling], dict[str, Any], int]] = {
 # by a "claim". What a call must be, that a tile can be its, is in "serves": none of the tables' rules that only speed
 # decides
 FORMS: dict[str, dict[str, Any]] = {
-    f"{tile}, {blocks}": {
-        "tile": tile, "queries": ROWS, "dq": "registers", **first(TABLES["named"], None, tile=tile), "blocks": blocks,
-    }
-    for tile in dict.fromkeys(row.says for row in TABLES["serves"])
-    for blocks in dict.fromkeys(row.says for row in TABLES["blocks"])
-}  # fmt: skip
+    f"{tile.says['tile']}, {blocks.says}": {**tile.says, "blocks": blocks.says}
+    for tile in TABLES["named"]
+    for blocks in TABLES["blocks"]
+}
 # fields by call and form; those of "stays" take room: of several the first is taken that fits. Columns of V and K that
 # wait in registers, "resident", are read once a tile of keys, not once a query tile: 1 to 22 % of what passes shared
 # memory's port; none spills (`benchmarks.fit`)

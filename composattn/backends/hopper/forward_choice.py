@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, filled, key_tiles, query_tiles, slots, whole_pages
 from .fp8_tiling import choose_fp8
-from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling, registers_for
+from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
 
 NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
@@ -39,8 +38,8 @@ BYTES_ON_THE_WAY = 128 << 10
 # blocks on an SM. alone: one warpgroup, alone on it. large: two or three warpgroups that share K and V. wide: D above
 # 256. guesses: rows take the maximum before a tile for the tile's own. stays: blocks take one tile after the other
 FORMS: dict[str, dict[str, Any]] = {
-    words: {"kind": words.split(",")[0], "guesses": "guesses" in words, "stays": "stays" in words}
-    for words in dict.fromkeys(row.says for row in TABLES["forms"])
+    row.says: {"kind": row.says.split(",")[0], "guesses": "guesses" in row.says, "stays": "stays" in row.says}
+    for row in TABLES["forms"]
 }
 FINDERS: Finders = {
     **FORWARD,
@@ -130,57 +129,57 @@ def _tiling(call: Facts, kernel: str, **fields: Any) -> HopperTiling:
     return ByteTiling(**{"byte_stages": 1} | fields) if call.of_bytes else HopperTiling(**fields)
 
 
-def _registers(call: Facts, cut: Mapping[str, Any]) -> int:
-    """Registers of a thread that computes, in such a block."""
-    return registers_for(cut["warpgroups"], cut["blocks"], call.layout == "paged", call.of_bytes).computing
-
-
-def _keys_by_registers(call: Facts, registers: int) -> int:
-    """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32, and room for the rest."""
-    taken = sum(row.says for row in rows_of(TABLES["taken"], call))
-    return (registers - taken - call.dv // 2) * 4 // 3 // 16 * 16
+def _keys_by_registers(call: Facts, tiling: HopperTiling, held: int = 0) -> int:
+    """Columns that fit: scores in fp32, probabilities in 16 bits, output in fp32; queries that are `held`; the rest."""
+    taken = held + sum(row.says for row in rows_of(TABLES["taken"], call)) + call.dv // 2
+    return (tiling.registers(call.layout == "paged").computing - taken) * 4 // 3 // 16 * 16
 
 
 def _tiling_of(form: str, call: Facts) -> HopperTiling:
-    """A tile has as many keys as its block, registers and shared memory have room for.
-
-    All of Q, if it waits in registers, goes before keys; some columns of it are held where the keys leave them room.
-    """
+    """A tile has as many keys as its block, registers and shared memory have room for."""
     # a warpgroup more makes 16-bit numbers of bytes; a batch-invariant tile's keys may find no registers
-    cut = _block(form, call, less=call.of_bytes)
-    if _keys_by_registers(call, _registers(call, cut)) < call.keys_in_order:
-        cut = _block(form, call, less=True)
+    tiling = _of_block(_block(form, call, less=call.of_bytes), call)
+    if _keys_by_registers(call, tiling) < call.keys_in_order:
+        tiling = _of_block(_block(form, call, less=True), call)
+    tiling = _filled(call, tiling)
+    return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(call, tiling) else tiling
+
+
+def _of_block(cut: dict[str, Any], call: Facts) -> HopperTiling:
+    """A tiling with as many keys as such a block may have."""
     rows = ROWS * cut["warpgroups"]
     rounds = query_tiles(call.problem, call.heads, rows) / call.target.sms
     cut["scheduler"] = first(TABLES["schedulers"], call, **cut, rounds=rounds)
     stages, resident, steps, columns = (
         first(TABLES[name], call, **cut) for name in ("stages", "resident", "steps", "columns")
     )
-    tiling = _tiling(
+    return _tiling(
         call,
         GUESSING if cut["guesses"] else "forward",
         d=max(call.d, columns),
         dv=max(call.dv, columns),
         tile_m=rows,
-        tile_n=max(16, call.keys_in_order),
+        tile_n=call.keys_in_order or cut["tile_n"],
         blocks=cut["blocks"],
         scheduler=Scheduler[cut["scheduler"]],
         stages=stages,
         resident=resident,
         **steps,
     )
-    tiling = _filled(call, cut, tiling)
-    return dataclasses.replace(tiling, scheduler=Scheduler.LATE_STREAM_K) if _shares(call, tiling) else tiling
 
 
-def _filled(call: Facts, cut: Mapping[str, Any], tiling: HopperTiling) -> HopperTiling:
-    registers, held = tiling.registers(call.layout == "paged").computing, tiling.resident // 4
-    by_registers = _keys_by_registers(call, registers - held * tiling.frees_queries)
-    most = min(by_registers, cut["tile_n"], first(TABLES["most_keys"], call))
+def _filled(call: Facts, tiling: HopperTiling) -> HopperTiling:
+    """With keys that fit, in a batch-invariant call those that it has.
+
+    All of Q, if it waits in registers, goes before keys; some columns of it wait where keys leave them room.
+    """
+    held = tiling.resident // 4
+    by_registers = _keys_by_registers(call, tiling, held * tiling.frees_queries)
+    most = min(by_registers, tiling.tile_n, first(TABLES["most_keys"], call))
     if not call.keys_in_order:
         tiling = filled(functools.partial(dataclasses.replace, tiling), "tile_n", range(most, 0, -16), call.target)
     keys = whole_pages(call.problem, tiling.tile_n)
-    resident = tiling.resident * (_keys_by_registers(call, registers - held) >= tiling.tile_n)
+    resident = tiling.resident * (_keys_by_registers(call, tiling, held) >= tiling.tile_n)
     return dataclasses.replace(tiling, tile_n=keys, resident=resident)
 
 

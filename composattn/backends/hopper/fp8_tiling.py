@@ -17,7 +17,7 @@ from ..fused.tiles.scheduler import Scheduler
 from ..fused.tiles.target import Target
 from ..fused.tiles.tiling import Chosen, query_tiles
 from ..fused.tiles.traits import ALONG_KEYS, reads
-from .tiling import ROWS, SUMS, TABLES, HopperTiling, Registers, left_by
+from .tiling import ROWS, SUMS, TABLES, HopperTiling, Registers, registers_for
 
 FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
@@ -68,8 +68,8 @@ class Fp8Tiling(HopperTiling):
         return 2 if self.output_direct else 4
 
     def registers(self, paged: bool) -> Registers:
-        copying = 32 if self.warpgroups == 3 else 24 if self.output_direct else 40
-        return left_by(copying, self.warpgroups, self.blocks)
+        others = "turning few" if self.output_direct else "turning"
+        return registers_for(self.warpgroups, self.blocks, paged, others)
 
     def _bytes(self, q_stages: int) -> int:
         rows = q_stages * self.d + 2 * self.dv * self.separate_o

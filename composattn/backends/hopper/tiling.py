@@ -32,18 +32,14 @@ class Registers(NamedTuple):
     copying: int
 
 
-def registers_for(warpgroups: int, blocks: int, paged: bool, converts: bool = False) -> Registers:
-    """What threads that copy leave to those that compute, of what a block is launched with.
+def registers_for(warpgroups: int, blocks: int, paged: bool, others: str) -> Registers:
+    """What `others` leave to threads that compute, of what a block is launched with; `paged`: page numbers take some.
 
-    `paged`: page numbers take some. `converts`: two warpgroups copy and make 16-bit numbers of bytes.
+    Others copy; where they are "converting", two warpgroups copy and make 16-bit numbers of bytes; see "copying".
     """
-    copying = first(TABLES["copying"], None, warpgroups=warpgroups, blocks=blocks, paged=paged, converts=converts)
-    return left_by(copying, warpgroups, blocks, 1 + converts)
-
-
-def left_by(copying: int, warpgroups: int, blocks: int, others: int = 1) -> Registers:
-    """Registers of threads that compute, beside `others` warpgroups of which a thread has `copying`."""
-    left = launched_registers(warpgroups + others - 1, blocks) * (warpgroups + others) - others * copying
+    copying = first(TABLES["copying"], None, warpgroups=warpgroups, blocks=blocks, paged=paged, others=others)
+    groups = warpgroups + 1 + (others == "converting")
+    left = launched_registers(groups - 1, blocks) * groups - (groups - warpgroups) * copying
     return Registers(min(240, left // warpgroups // 8 * 8), copying)
 
 
@@ -64,7 +60,7 @@ class HopperTiling(ForwardTiling):
     """
 
     l2: ClassVar[int] = L2
-    converts: ClassVar[bool] = False  # K and V are made 16-bit numbers
+    others: ClassVar[str] = "copying"  # what threads do that compute nothing
 
     stages: int
     resident: int = 0
@@ -88,7 +84,7 @@ class HopperTiling(ForwardTiling):
 
     def registers(self, paged: bool) -> Registers:
         """Registers of a thread; `paged`: keys lie in pages."""
-        return registers_for(self.warpgroups, self.blocks, paged, self.converts)
+        return registers_for(self.warpgroups, self.blocks, paged, self.others)
 
     @property
     def pingpong(self) -> bool:
@@ -156,7 +152,7 @@ class ByteTiling(HopperTiling):
     """K and V come as 8-bit numbers, each into a ring of its own of `byte_stages`; `parts` of them are a tile."""
 
     of: ClassVar[str] = OF_BYTES
-    converts: ClassVar[bool] = True
+    others: ClassVar[str] = "converting"
 
     byte_stages: int  # type: ignore[misc]
     parts: int = 1  # type: ignore[misc]

@@ -29,7 +29,7 @@ class WideTiling(ForwardTiling):
 
     def registers(self, paged: bool) -> Registers:
         """Registers of a thread; `paged`: keys lie in pages."""
-        return registers_for(GROUPS, self.blocks, paged)
+        return registers_for(GROUPS, self.blocks, paged, "copying")
 
     @property
     def key_box(self) -> tuple[int, int]:
