@@ -203,23 +203,18 @@ def _few_rows(call: Facts) -> HopperTiling:
     return min(tilings, key=lambda tiling: best_cut(call.problem, tiling, call.target)[1])
 
 
-def _of_few_rows(call: Facts, keys: int, stages: int = 8, parts: int = 1, **said: Any) -> HopperTiling:
+def _of_few_rows(call: Facts, keys: int, stages: int = 8, parts: int = 1, **flags: Any) -> HopperTiling:
     """A tile of so many `keys`, and up to so many `stages` as there is room for; 0: what `BYTES_ON_THE_WAY` says.
 
-    `parts`: stages of bytes for a tile of keys. Others that are said are `blocks` on an SM; whether all of Q waits in
-    registers, `resident`; and whether bf16 is multiplied `in_fp16` beside 8-bit keys, see `scaled_queries`.
+    `parts`: stages of bytes for a tile of keys. `flags`: whether bf16 is multiplied `in_fp16` beside 8-bit keys, see
+    `scaled_queries`; whether all of Q waits in registers, `resident`; others are fields of the tiling.
     """
-    most = stages or BYTES_ON_THE_WAY // (2 * keys * sum(call.dims))
-    fields: dict[str, Any] = {"tile_m": ROWS, "tile_n": keys, "scheduler": Scheduler.asked(call.persistent)}
-    fields |= {"blocks": said.get("blocks", 1), "resident": call.d * said.get("resident", False)}
-    fields |= {"eight_rows": not call.keys_in_order and _rows(call) <= 8}
-    name = "stages"
+    in_fp16, resident = flags.pop("in_fp16", False), flags.pop("resident", False)
+    fields = {"tile_m": ROWS, "tile_n": keys, "scheduler": Scheduler.asked(call.persistent), **flags}
+    fields |= {"resident": call.d * resident, "eight_rows": not call.keys_in_order and _rows(call) <= 8}
+    name, most = "stages", stages or BYTES_ON_THE_WAY // (2 * keys * sum(call.dims))
     if call.of_bytes:  # two stages that are multiplied; what is on its way are bytes
-        fields |= {
-            "stages": min(2, most),
-            "parts": parts,
-            "scales_queries": said.get("in_fp16", False) and call.in_bf16,
-        }
+        fields |= {"stages": min(2, most), "parts": parts, "scales_queries": in_fp16 and call.in_bf16}
         name, most = "byte_stages", most * parts
     return filled(functools.partial(_tiling, call, "forward", **fields), name, range(most, 0, -1), call.target)
 
