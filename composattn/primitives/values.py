@@ -112,6 +112,14 @@ def opaque(word: Any) -> Any:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[cutlass.Int32], read_only_args=[word])
 
 
+def zero_of(number: Any) -> Any:
+    """0, which no compiler knows it to be: the sign of a loop's `number`, which counts from 0.
+
+    What a step of the loop computes with it waits in no register for the next step.
+    """
+    return cute.arch.inline_ptx("shr.s32 {$w0}, {$r0}, 31;", write_only_types=[cutlass.Int32], read_only_args=[number])
+
+
 class Bundle:
     """Several kernel values that cross loops and kernel boundaries as one; `parts` names them in order."""
 

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 
 from ...primitives.arithmetic import IN_ORDER, ONE_BY_ONE, Arithmetic
 from ...primitives.register_chunks import THREADS
+from ...primitives.values import zero_of
 from ..fused.kernels.forward import Forward
 from ..fused.kernels.registers.group_rows import GroupRows, RowConsume
 from ..fused.kernels.registers.output_rows import RowGroup
@@ -105,11 +106,12 @@ class Rows(GroupRows):
         seen = self.look(n) if tested else None
         ahead = self.mods.read_ahead(self.tile(None, n))
         self.copies.keys_there(step)
-        tSrS = self.products.scores(step.stage)
+        zero = zero_of(step.number) if self.tiling.anew else 0
+        tSrS = self.products.scores(step.stage, zero)
         probabilities = self.probabilities(tSrS, n, ahead, tested, seen, first=False)
         rounded = self.products.warp.left_of(probabilities)
         self.rescale_output()
         self.note_sums_if_doubled()
         self.copies.values_there(step)
-        self.products.add_output(self.tOrO, rounded, step.stage)
+        self.products.add_output(self.tOrO, rounded, step.stage, zero)
         self.copies.values_read(step)

@@ -213,15 +213,15 @@ class WarpProducts(OutputProducts):
     def put_output(self, rounded: cute.Tensor, shared: cute.Tensor, thread: Any) -> None:
         raise NotImplementedError("rows leave from registers")
 
-    def scores(self, stage: Any) -> cute.Tensor:
-        """The products of queries and keys of a stage."""
+    def scores(self, stage: Any, zero: Any) -> cute.Tensor:
+        """The products of queries and keys of a stage. `zero`: added to all addresses."""
         tSrS = self.warp.sums(self.keys)
-        self.warp.add(tSrS, Shared(self.q), Shared(self.k, stage * self.k_bytes), self.steps)
+        self.warp.add(tSrS, Shared(self.q, zero), Shared(self.k, stage * self.k_bytes + zero), self.steps)
         return tSrS
 
-    def add_output(self, tOrO: cute.Tensor, steps: list[Left], stage: Any) -> None:
+    def add_output(self, tOrO: cute.Tensor, steps: list[Left], stage: Any, zero: Any) -> None:
         """To the output the probabilities, rounded, times the values of a stage."""
-        self.warp.add(tOrO, steps, Shared(self.v, stage * self.v_bytes), len(steps))
+        self.warp.add(tOrO, steps, Shared(self.v, stage * self.v_bytes + zero), len(steps))
 
 
 def start_of(shared: cute.Tensor) -> Any:

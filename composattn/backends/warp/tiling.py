@@ -34,9 +34,9 @@ class WarpTiling(ForwardTiling):
     """Each warp has `warp_rows` of the query rows; K and V lie in `stages` each, and all threads copy."""
 
     l2: ClassVar[int] = 24 << 20  # bytes of K and V of the heads that are worked on together
-
     warp_rows: int
     stages: int
+    anew: bool = False  # for each tile of keys lanes find anew where they read; else up to 12 registers keep addresses
     named_cutlass: bool = False
 
     @property
