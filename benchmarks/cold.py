@@ -2,6 +2,7 @@
 
     python -m benchmarks.cold --flex --out result.json
     python -m benchmarks.cold --cases warp --empty --within 100 --out result.json
+    python -m benchmarks.cold --cases warp --empty --only documents --only learned
 
 Every sample is a process of its own. Seconds of the wall: `torch` and `import` are the two imports, `inputs` until q, k
 and v lie on the device (which on a GPU begins the CUDA context), `forward` and `backward` the first call of each until
@@ -264,6 +265,9 @@ def measure(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", choices=tuple(SETS), default="chosen")
+    parser.add_argument(
+        "--only", action="append", default=[], help="of these the cases with such a word; may be repeated"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--within", type=float, default=math.inf, help="seconds: no sample begins behind them")
@@ -275,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.time()
     write_bytecode()
     cases, size = SETS[options.cases]
+    cases = tuple(case for case in cases if not options.only or any(word in case.name for word in options.only))
     if options.length is not None:
         size = dataclasses.replace(size, length=options.length)
     states = (NOTHING,) if options.empty else (NOTHING, ON_DISK)
