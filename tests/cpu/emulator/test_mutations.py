@@ -45,8 +45,9 @@ ON_HOPPER = ((400, 500, 2), (192, 256, 2), (196, 129, 2), (191, 385, 1), (385, 3
 ON_WARP = ((132, 68, 2), (148, 84, 1), (172, 108, 2), (188, 124, 1), (196, 129, 2), (212, 192, 1), (236, 385, 1),
            (252, 256, 2))  # fmt: skip
 # The same for tiles of 128 keys, of which a warp has 32, and 32 queries in two stages: queries and keys change places,
-# where more keys than queries leave tiles that nobody sees.
-OF_WARP_KEYS = tuple((keys, queries, heads) for queries, keys, heads in ON_WARP)
+# where more keys than queries leave tiles that nobody sees; queries that end within the second 16 rows of the first of
+# their tiles that a block sees.
+OF_WARP_KEYS = (*((keys, queries, heads) for queries, keys, heads in ON_WARP), (148, 140, 1))
 # For blocks of two query tiles of 128 rows, under a mask that ends at the bottom right: a last block whose second tile
 # has no queries or one, blocks and first tiles with no keys, one kv tile and several more than the rings have
 # slots, one key in all.
