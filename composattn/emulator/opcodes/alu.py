@@ -153,6 +153,13 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return out
 
 
+def _dp2a_lo(a: Array, b: Array, c: Array) -> Array:
+    """c and the products of the halves of `a`, which have no sign, with the first two bytes of `b`, which have one."""
+    low, high = ((b >> np.int32(8 * i)).astype(np.int8).astype(np.int32) for i in range(2))
+    halves = a.astype(np.int64) & 0xFFFF, a.astype(np.int64) >> 16
+    return (c + halves[0] * low + halves[1] * high).astype(np.int32)
+
+
 def _widen(a: Array) -> Array:
     return a.astype({"i2": np.int32, "u2": np.uint32, "i4": np.int64, "u4": np.uint64}[a.dtype.kind + str(a.itemsize)])
 
@@ -199,6 +206,7 @@ for _b in ("b32", "b64"):
     _add(f"clz.{_b}", Alu("u32", (_b,), _clz))
     _add(f"brev.{_b}", Alu(_b, (_b,), _brev))
 _add("prmt.b32", Alu("b32", ("b32", "b32", "b32"), _prmt))
+_add("dp2a.lo.u32.s32", Alu("s32", ("u32", "s32", "s32"), _dp2a_lo, "fma"))
 _add("lop3.b32", Alu("b32", ("b32", "b32", "b32", "b32"), _lop3))
 for _side in ("l", "r"):
     for _how in ("wrap", "clamp"):

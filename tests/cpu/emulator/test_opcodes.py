@@ -156,6 +156,11 @@ def lop3(a: int, b: int, c: int, table: int) -> int:
     return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
 
 
+def dot_of_halves(a: int, b: int, c: int) -> int:
+    low, high = ((b >> 8 * i & 255 ^ 128) - 128 for i in range(2))
+    return c + (a & 0xFFFF) * low + (a >> 16) * high
+
+
 def find_high(kind: str) -> Callable[[int], int]:
     def run(a: int) -> int:
         x = ~a if a < 0 else a
@@ -208,6 +213,7 @@ def integer_cases() -> dict[str, tuple[str, list[str], Callable[..., Any]]]:
         rows[f"brev.{b}"] = (b, [b], lambda x, n=n: int(f"{x:0{n}b}"[::-1], 2))
     rows["prmt.b32"] = ("b32", ["b32"] * 3, permute)
     rows["lop3.b32"] = ("b32", ["b32"] * 4, lop3)
+    rows["dp2a.lo.u32.s32"] = ("s32", ["u32", "s32", "s32"], dot_of_halves)
     for side in "lr":
         for how in ("wrap", "clamp"):
             rows[f"shf.{side}.{how}.b32"] = ("b32", ["b32"] * 3, funnel(side, how))
