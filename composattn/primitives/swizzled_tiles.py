@@ -5,10 +5,15 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+SWIZZLES = {128: 3, 64: 2, 32: 1}  # of so many bytes: bits of an address that are changed
+
 
 def swizzled(columns: int, element_bytes: int = 2) -> int:
-    """How many columns lie together in shared memory: the most, up to 128 bytes of them, that divide `columns`."""
-    return next(wide // element_bytes for wide in (128, 64, 32) if columns * element_bytes % wide == 0)
+    """How many columns lie together in shared memory: the most, up to 128 bytes of them, that divide `columns`.
+
+    Where none do, all: rows of an odd multiple of 16 bytes lie one after the other, and meet in no bank as they are.
+    """
+    return next((wide // element_bytes for wide in SWIZZLES if columns * element_bytes % wide == 0), columns)
 
 
 def tile_layout(
@@ -19,7 +24,7 @@ def tile_layout(
     `together`: of so many columns, where those are read apart.
     """
     wide = swizzled(together or columns, element_bytes)
-    pattern = cute.make_swizzle((wide * element_bytes).bit_length() - 5, 4, 3)
+    pattern = cute.make_swizzle(SWIZZLES.get(wide * element_bytes, 0), 4, 3)
     atom = cute.make_composed_layout(pattern, 0, cute.make_layout((8, wide), stride=(wide, 1)))
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))

@@ -28,7 +28,7 @@ WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256, 512)
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "order": ("any", "fixed", "batch-invariant"), "layout": ("dense", "packed", "paged", "mixed"),
     "sectors": (False, True), "mods": (*MODS,), "mask": (*MASKS,), "packs": (False, True), "work": (*WORK,),
-    "fills": (False, True),
+    "head_dim": (64, 80, 96), "fills": (False, True),
     "square": (False, True), "thirds": (0.75, 1.0, 1.2, 1.5),
     "length": BANDS, "seen": BANDS, "widest": WIDTHS,
 }  # fmt: skip

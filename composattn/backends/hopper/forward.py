@@ -181,7 +181,7 @@ class HopperForwardBlock(Fixed):
     def __init__(self, tiling, dtype, out_dtype, call):
         self.tiling, self.dtype, self.groups = tiling, dtype, tiling.warpgroups
         wide = dtype.width // 8
-        q_layout, o_layout = tile_layout(ROWS, tiling.d, element_bytes=wide), tile_layout(ROWS, tiling.dv)
+        q_layout, o_layout = tile_layout(ROWS, tiling.d, element_bytes=wide), tile_layout(ROWS, tiling.output_columns)
         k_layout = tile_layout(tiling.tile_n, tiling.d, tiling.stages, element_bytes=wide)
         consumers = warps_of(tiling.warpgroups)
         edges = [
@@ -211,7 +211,7 @@ class HopperForwardBlock(Fixed):
         # (64, D, warpgroup, stage)
         self.sQ = tensor_of(start, q_layout, dtype, (self.groups, region), (stages, every))
         if tiling.separate_o:
-            region = ROWS * tiling.dv
+            region = ROWS * tiling.output_columns
             start = smem.allocate_array(out_dtype, tiling.warpgroups * region, byte_alignment=1024)
         self.sO = tensor_of(start, o_layout, out_dtype, (self.groups, region))  # (64, Dv, warpgroup)
         self.sK = smem.allocate_tensor(dtype, k_layout.outer, 1024, swizzle=k_layout.inner)

@@ -150,21 +150,17 @@ def _of_block(cut: dict[str, Any], call: Facts) -> HopperTiling:
     rows = ROWS * cut["warpgroups"]
     rounds = query_tiles(call.problem, call.heads, rows) / call.target.sms
     cut["scheduler"] = first(TABLES["schedulers"], call, **cut, rounds=rounds)
-    stages, resident, steps, columns = (
-        first(TABLES[name], call, **cut) for name in ("stages", "resident", "steps", "columns")
-    )
+    fields = {name: first(TABLES[name], call, **cut) for name in ("stages", "resident", "spared")}
+    fields |= first(TABLES["steps"], call, **cut) | first(TABLES["columns"], call, **cut)
+    fields["spared"] *= fields.get("dv", call.dv) - call.problem.head_dim_v
     return _tiling(
         call,
         GUESSING if cut["guesses"] else "forward",
-        d=max(call.d, columns),
-        dv=max(call.dv, columns),
         tile_m=rows,
         tile_n=call.keys_in_order or cut["tile_n"],
         blocks=cut["blocks"],
         scheduler=Scheduler[cut["scheduler"]],
-        stages=stages,
-        resident=resident,
-        **steps,
+        **fields,
     )
 
 

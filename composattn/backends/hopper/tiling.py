@@ -67,6 +67,7 @@ class HopperTiling(ForwardTiling):
     output_wait: Literal["first", "half"] | None = None
     written: Written = "whole"
     eight_rows: bool = False
+    spared: int = 0  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.guesses and self.threshold.most:
@@ -142,7 +143,7 @@ class HopperTiling(ForwardTiling):
         return self._bytes(self.q_stages)
 
     def _bytes(self, q_stages: int) -> int:
-        rows = q_stages * self.d + self.dv if self.separate_o else q_stages * max(self.d, self.dv)
+        rows = q_stages * self.d + self.output_columns if self.separate_o else q_stages * max(self.d, self.dv)
         columns = self.d + self.dv + self.ones
         return 2 * (self.tile_m * rows + self.stages * self.tile_n * columns) + 1024
 

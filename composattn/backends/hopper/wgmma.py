@@ -225,21 +225,24 @@ def get(mma: cute.TiledMma, registers: cute.Tensor, shared: cute.Tensor, thread)
         cute.copy(copy, source[None, None, step], target[None, None, step])
 
 
-def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False):
+def store_matrix(mma: cute.TiledMma, dtype, thread, transposed: bool = False, at_once: int = 4):
     """The copy of a product's registers, as 16-bit numbers, to shared memory: 8x8 matrices, four at a time."""
-    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, 4), dtype)
+    to_shared = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(transposed, at_once), dtype)
     return cute.make_tiled_copy_C(to_shared, mma).get_slice(thread)
 
 
 def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, transposed: bool = False) -> None:
-    """A product's registers to its tile in shared memory, whose columns behind the product's become zeros."""
+    """A product's registers to its tile in shared memory. Columns of the tile behind the product's become zeros; of the
+    product's those behind the tile's are left out, of which a tile has a multiple of 8.
+    """
     columns, wide = 2 * cute.size(rounded), cute.size(shared, mode=[1])
     if columns == wide or transposed:
         copy = store_matrix(mma, rounded.element_type, thread, transposed)
         cute.copy(copy, copy.retile(rounded), copy.partition_D(shared))
         return
+    rest = wide % STEP
     copy = store_matrix(product(rounded.element_type, STEP), rounded.element_type, thread)
-    target = copy.partition_D(shared)
+    target = copy.partition_D(cute.local_tile(shared, (ROWS, wide - rest), (0, 0)) if rest else shared)
     layout = cute.make_layout(((2, 2, 2), 1, 1))  # a thread's registers of a step
     zeros = cute.make_rmem_tensor(layout, rounded.element_type)
     zeros.fill(0)
@@ -247,6 +250,12 @@ def put(mma: cute.TiledMma, rounded: cute.Tensor, shared: cute.Tensor, thread, t
         there = step < columns // STEP
         part = cute.make_tensor(rounded.iterator + step * cute.size(layout), layout) if there else zeros
         cute.copy(copy, copy.retile(part)[None, None, 0], target[None, None, step])
+    if rest:
+        copy = store_matrix(product(rounded.element_type, rest), rounded.element_type, thread, at_once=2)
+        last = rounded.iterator + (wide - rest) // STEP * cute.size(layout)
+        part = cute.make_tensor(last, cute.make_layout(((2, 2, 1), 1, 1)))
+        target = copy.partition_D(cute.local_tile(shared, (ROWS, rest), (0, wide // rest - 1)))
+        cute.copy(copy, copy.retile(part), target)
 
 
 class WarpgroupProducts(OutputProducts):

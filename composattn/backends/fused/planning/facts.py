@@ -206,7 +206,7 @@ def _pairs(f: Facts, rows: int, columns: int) -> int:
 
 # `seen`: keys that a row sees in the mean, `length`: those of a sequence, both as upper ends of `BANDS`. `fills`: tiles
 # of 192 rows and 128 keys have an eighth more pairs than those of 64, or less. `thirds`: rows of tiles of 192 over
-# those of tiles of 128
+# those of tiles of 128; `fifths`: keys of tiles of 80 over those of tiles of 96
 FORWARD: Finders = {
     **OF_ANY,
     "direction": lambda f: "forward",
@@ -221,6 +221,7 @@ FORWARD: Finders = {
     "seen": lambda f: band(f.keys if f.few else keys_of_a_query(f.problem, f.visited)),
     "length": lambda f: band(f.keys),
     "fills": lambda f: _pairs(f, 192, 128) * 8 <= _pairs(f, 64, 64) * 9,
+    "fifths": lambda f: 5 * key_tiles(f.problem, 80) / max(1, 6 * key_tiles(f.problem, 96)),
     "thirds": lambda f: 1.5 * equal_rounds(f, 192) / max(1, equal_rounds(f, 128)),
 }
 

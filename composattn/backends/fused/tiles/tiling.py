@@ -115,6 +115,7 @@ class ForwardTiling(Tiling):
 
     parts: ClassVar[int] = 1  # stages that bring a tile of K, or of V
     byte_stages: ClassVar[int] = 0  # of K and V that come as 8-bit numbers beside 16-bit queries
+    spared: ClassVar[int] = 0  # columns of V in shared memory that the output has no room for there
     scales_queries: ClassVar[bool] = False  # of bf16, which are made fp16, and all that is multiplied is
     beside_sums: ClassVar[tuple[tuple[str, Any], ...]] = ()  # fields where sums of rows are asked for, as LSE is
 
@@ -178,7 +179,7 @@ class ForwardTiling(Tiling):
     @property
     def output_columns(self) -> int:
         """Columns of the output that one copy takes."""
-        return self.dv
+        return self.dv - self.spared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
