@@ -25,7 +25,7 @@ ROWS = [(direction, name, row) for direction, tables in TABLES.items() for name,
         ("backward", "fit", 60, 0.002, 0.03),
         ("backward", "held-out", 21, 0.004, 0.04),
         ("forward", "unseen", 213, 0.001, 0.04),
-        ("backward", "unseen", 114, 0.003, 0.09),
+        ("backward", "unseen", 113, 0.001, 0.03),
     ],
 )
 def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
@@ -34,7 +34,7 @@ def test_what_the_tables_take_is_near_the_best_form_of_each_shape(
     """The worst backward of those held out is ALiBi of 2k at D 64, which 128 queries suit.
 
     Where few tiles of keys add to dQ it is claimed or written once since, and pairs stay, which these sweeps did not
-    time. Of those unseen it is a prefix of 198 tokens at D 96, which claims of dQ suit.
+    time. Of those unseen it is biases at pairs of D 256: short prefixes, which were 0.07 and 0.08, claim dQ since.
     """
     found = regrets(direction, part)
     assert len(found) == shapes
