@@ -1,7 +1,7 @@
 """Other tilings than the planner's, in turns with it: how a number in `backends/<architecture>/tiling.py` is chosen.
 
     python -m benchmarks.tilings "forward D64 S8192 causal" "exponential=(1, 8)" "tile_n=112"
-    python -m benchmarks.tilings "backward D192 S8192 full" "tile_m=80 dq_in_bulk=True" --peer flash-attn-4
+    python -m benchmarks.tilings "backward D192 S8192 full" "tile_m=80 dq_leaves='in bulk'" --peer flash-attn-4
 
 A case is named by a regular expression on `benchmarks/run.py --list`. A variant is fields of the tiling with values in
 Python (`exponential`, `threshold`: the arguments of `ExponentialUnits` and of `RescaleThreshold`). With a GPU each

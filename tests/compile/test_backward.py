@@ -116,7 +116,7 @@ def test_main_kernel_spills_nothing_and_overlaps(mods: str, d: int, folder: Path
     if made.mnemonics:
         t = plan.tiling
         # a tile later dK stands in a branch with dQ and in one without, and the last dQ comes behind the loop
-        dk = dq = 2
+        dk = dq = 1 + t.dq_later
         products = t.d // 16 + t.dv // 16 + (1 + dk) * (t.tile_m // 16) + dq * (t.tile_n // 16)
         assert made.mnemonics["HGMMA"] == products
         assert made.spills is not None and made.spills <= around

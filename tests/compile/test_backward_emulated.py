@@ -140,7 +140,7 @@ def test_no_copy_overtakes_a_read_of_row_statistics(
 FEW = dataclasses.replace(HOPPER, sms=2)
 STAY, LEAVE = {"persistent": True, "dq_begins": "before"}, {"persistent": False, "dq_begins": "before"}
 CLEARING = {"dq_begins": "beside"}
-BULK: dict[str, Any] = {"tile_m": 80, "persistent": False, "dq_in_bulk": True}
+BULK: dict[str, Any] = {"tile_m": 80, "persistent": False, "dq_leaves": "in bulk"}
 # facts as above, changes of the tiling, which tiles are cut: (tiles, whole ones, pieces of the others)
 SHARED: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {
     "all-cut-gqa4-d64": (("causal", torch.bfloat16, 4, 1, 150, 200, 64, 64, True, False), LEAVE, (2, 0, 2)),

@@ -90,7 +90,7 @@ def test_emulated_gradients_of_packed_sequences_match_fp64(case: str, folder: Pa
     "case", [pytest.param("plain-d128", marks=pytest.mark.slow), "from-the-end", "window-used-gqa2"]
 )
 def test_dq_of_packed_sequences_leaves_in_bulk_too(case: str, folder: Path, generator: torch.Generator) -> None:
-    check_packed(case, folder, generator, tile_m=80, persistent=False, dq_in_bulk=True)
+    check_packed(case, folder, generator, tile_m=80, persistent=False, dq_leaves="in bulk")
 
 
 # three entries of the table that are no tiles; a sequence whose last keys nobody uses

@@ -166,7 +166,7 @@ def test_sums_in_the_kernel_spill_nothing(mods: str, mask: str, d: int, folder: 
         # a lane adds up at most three of the 79 diagonals of 64 queries and a warp's 16 keys
         dq = t.tile_m * t.d // (4 * 128 * (t.sharing if t.shared_keys else t.warpgroups))
         # where dQ is computed a tile later: in two places, sums in two branches, but where the compiler joins them
-        places, sums = 2 - t.shared_keys, 3 * len(summing.totals)
+        places, sums = 1 + t.dq_later, 3 * len(summing.totals)
         assert sums <= made.mnemonics["REDG"] - t.clears - places * dq <= places * sums
 
 

@@ -17,7 +17,7 @@ from composattn.backends.fused.tiles.target import HOPPER
 from composattn.emulator.mode import EAGER, LATE, Mode, random_mode
 from tests.compile.test_backward_emulated import check
 
-ONLY: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "dq_in_bulk": True, "dq_begins": "only"}
+ONLY: dict[str, Any] = {"tile_m": 128, "tile_n": 128, "dq_leaves": "in bulk", "dq_begins": "only"}
 STAY = {"persistent": True}
 # mods, dtype, query heads, key heads, queries, keys, D, Dv, gradient through LSE, dQ in a fixed order; tiling; cut
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[int, int, int] | None]] = {

@@ -30,9 +30,9 @@ def test_causal_calls_of_2k_claim_dq_and_a_fixed_order_of_all_writes_it_first() 
 
 def test_whoever_claims_dq_writes_it_in_bulk() -> None:
     with pytest.raises(AssertionError, match="only copies from shared memory do"):
-        dataclasses.replace(tiling(2048, is_causal=True), dq_in_bulk=False)
+        dataclasses.replace(tiling(2048, is_causal=True), dq_leaves="later")
 
 
 def test_whoever_writes_first_in_a_fixed_order_does_so_in_bulk() -> None:
     with pytest.raises(AssertionError, match="only copies from shared memory do"):
-        dataclasses.replace(tiling(4096, deterministic=True), dq_in_bulk=False)
+        dataclasses.replace(tiling(4096, deterministic=True), dq_leaves="later")

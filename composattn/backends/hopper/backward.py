@@ -34,11 +34,11 @@ class HopperBackward(Backward[HopperBackwardTiling]):
 
     Edges: kv (1 stage, never refilled), q (Q and LSE), do (dO and D). Timeline of a warpgroup for query tile i:
 
-        Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dS | dS written | dV issued | dQ of tile i - 1, dK issued |
-        that dQ to memory (while dK runs)
+        Sᵀ, dPᵀ issued | P (while dPᵀ runs) | dS | dS written | dV issued | all: dS written | dQ, dK issued |
+        dQ to memory (while dK runs)
 
-    The others have long written dS of tile i - 1 (edge ds). So warpgroups meet nowhere in the loop, and drift apart
-    until one has its exponentials under the other's products.
+    `dq_later` it is dQ of tile i - 1, whose dS the others have long written (edge ds). So warpgroups meet nowhere in
+    the loop, and drift apart until one has its exponentials under the other's products.
     """
 
     def __init__(self, plan: BackwardPlan[HopperBackwardTiling]):
@@ -177,8 +177,8 @@ class KeyConsumer(KeyWarpgroup):
         self.tVrdV.fill(0.0)
         self.tKrdK.fill(0.0)
 
-    def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last):
-        """One query tile: the part of dQ of the `last` one to memory, its own parts of dK and dV to registers."""
+    def step(self, call, m, tested, dq_slot, q_slot, do_slot, ds_slot, last=None):
+        """One query tile: its part of dQ to memory, or that of the `last` one, its parts of dK and dV to registers."""
         block, self.scale = self.block, call.scale
         tSrS = cute.make_rmem_tensor(self.scores_shape, Float32)
         tSrdP = cute.make_rmem_tensor(self.scores_shape, Float32)
@@ -226,7 +226,8 @@ class KeyConsumer(KeyWarpgroup):
         add_sums = self.mods.sum_captured(at, gradients, self.diagonals)
         narrow(tKrdS, tSrdP)
         tKrQ = self.tKrQ[None, None, None, q_slot.index]
-        block.ds_edge.wait_empty(ds_slot)
+        if const_expr(self.tiling.dq_later):
+            block.ds_edge.wait_empty(ds_slot)
         cute.copy(self.store_ds, self.store_ds.retile(tKrdS), self.tSsdS[None, None, None, ds_slot.index])
         if const_expr(p_early):
             issue(self.mma_dv, self.tVrdV, tVrP, tVrdO, True)
@@ -236,9 +237,15 @@ class KeyConsumer(KeyWarpgroup):
             issue(self.mma_dk, self.tKrdK, tKrdS, tKrQ, True)
             add_sums()
 
-        cute.arch.sync_warp()
-        block.ds_edge.fill(ds_slot, self.lane)
-        _dk_and_last_dq(self, start_dk, q_slot, do_slot, last, dq_slot.before(), ds_slot.before())
+        if const_expr(self.tiling.dq_later):
+            cute.arch.sync_warp()
+            block.ds_edge.fill(ds_slot, self.lane)
+            _dk_and_last_dq(self, start_dk, q_slot, do_slot, last, dq_slot.before(), ds_slot.before())
+        else:
+            # with two buffers, whoever passes here has read the buffer that will be written next
+            self.sync_consumers()
+            tQrdQ = self.dq.issue(ds_slot.index)
+            self.run_dk(start_dk, q_slot, do_slot, lambda: self.add_dq(call, m, tQrdQ, dq_slot))
 
     def run_dk(self, start_dk, q_slot, do_slot, meanwhile=lambda: None):
         """The product for dK behind those that run; `meanwhile`: what is done while it runs alone."""
@@ -279,9 +286,11 @@ class KeyConsumer(KeyWarpgroup):
         self.dq.put(self.rounded(tQrdQ), self.block.finished_over_dq(self.number), self.thread)
 
     def starts(self, slots):
-        return *slots, LastDq.none()
+        return (*slots, LastDq.none()) if self.tiling.dq_later else slots
 
     def following(self, call, m, carried):
+        if const_expr(not self.tiling.dq_later):
+            return super().following(call, m, carried)
         start = self.dq_sum(call, m).iterator + first_number(self.dq.count, self.dq_place(), self.thread)
         return *super().following(call, m, carried[:-1]), LastDq(start.toint(), Int32(1))
 
@@ -289,6 +298,8 @@ class KeyConsumer(KeyWarpgroup):
         self.wait_for_values()  # where no query came
         if const_expr(self.block.v_edge is not None):
             self.block.v_edge.release(self.block.value_slot(self.kv_slot), self.lane)
+        if const_expr(not self.tiling.dq_later):
+            return carried
         dq_slot, _, _, ds_slot, last = carried
         self.dq_slot = Slot(1, self.number, dq_slot.phase)  # of what follows the last dQ on its way out
         self.ds_slot = ds_slot.next()  # empty once all have read K for the last dQ

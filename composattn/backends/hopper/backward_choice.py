@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 # fields by call and form; those of "stays" take room: of several the first is taken that fits. Columns of V and K that
 # wait in registers, "resident", are read once a tile of keys, not once a query tile: 1 to 22 % of what passes shared
 # memory's port; none spills (`benchmarks.fit`)
-FIELDS = "dq_in_bulk", "bends_early", "tries_first", "distances", "written", "dq_begins"
+FIELDS = "dq_leaves", "bends_early", "tries_first", "distances", "written", "dq_begins"
 FINDERS: Finders = {
     **BACKWARD,
     # so many times as many queries as keys, of dense calls

@@ -21,9 +21,9 @@ class HopperBackwardTiling(BackwardTiling):
     """A warpgroup has 64 keys with their dK and dV in registers, or (`shared_keys`) one has dV and one dK of all keys.
 
     Q lies in a ring of `q_stages`, dO in one of `do_stages`, dS in `ds_stages` buffers: of dO one where a second one
-    does not fit. dQ of a query tile is added from registers, or `dq_in_bulk`: through shared memory, by copies that
-    add, one warp starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. Where
-    warpgroups share no keys it is computed a tile later, so that none waits for another's dS. `k_stages`: with a
+    does not fit. `dq_leaves`: dQ of a query tile is computed and added from registers "at once", or a tile "later", so
+    that no warpgroup waits for another's dS; or then "in bulk", through shared memory, by copies that add, one warp
+    starting them for each warpgroup, and where blocks stay dK and dV leave through the same place. `k_stages`: with a
     second one the next K comes while this one is read, dK leaves through its place, and V comes before a tile ends.
     `tries_first`: see `Edge`. `bends_early`: where the derivative of a score looks at the score, P too is computed
     while dPᵀ runs, with what dP - D is multiplied by, and a tanh near 0 is a polynomial. `resident`: so many
@@ -40,7 +40,7 @@ class HopperBackwardTiling(BackwardTiling):
 
     k_stages: int = 1
     do_stages: int = 2
-    dq_in_bulk: bool = False
+    dq_leaves: Literal["at once", "later", "in bulk"] = "at once"
     tries_first: bool = False
     bends_early: bool = True
     resident: int = 0
@@ -51,6 +51,16 @@ class HopperBackwardTiling(BackwardTiling):
         """Raises `AssertionError` for what leaves dQ unwritten, or blocks that wait for each other in a circle."""
         # reductions from registers add to what nobody cleared
         assert self.dq_in_bulk or not self.first_writes, "the first at dQ writes it: only copies from shared memory do"
+
+    @property
+    def dq_later(self) -> bool:
+        """Whether dQ of a query tile is computed a tile later."""
+        return self.dq_leaves != "at once"
+
+    @property
+    def dq_in_bulk(self) -> bool:
+        """Whether copies add it."""
+        return self.dq_leaves == "in bulk"
 
     @property
     def dq_split(self) -> Literal["columns", "rows", "transposed"]:

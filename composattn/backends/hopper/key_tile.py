@@ -143,7 +143,7 @@ class HopperBackwardBlock(Fixed):
         } | of_keys
         if self.in_order:
             edges["turn"] = self.turns(tiling)
-        if not tiling.shared_keys:
+        if tiling.dq_later:
             edges["ds"] = Edge(tiling.ds_stages, consumers, consumers)
         if tiling.dq_in_bulk:  # a stage for each warpgroup's part
             edges["dq"] = Edge(tiling.warpgroups, warps_of(1), Warps(1))
