@@ -2,6 +2,7 @@
 
     python benchmarks/eight_bits.py --out benchmarks/results/eight-bits/cpu.json
     python benchmarks/eight_bits.py --outliers 48 --out benchmarks/results/eight-bits/cpu-outliers.json
+    python benchmarks/eight_bits.py --kernels --out benchmarks/results/eight-bits/h200-errors.json      on a GPU
 
 Draws: "outliers", N(0, 1) + N(0, 100)·Bernoulli(0.001), that of FlashAttention-3's test of accuracy; "normal"; "sink",
 a first key that has 0.99 of each row; "deviation 6", scores that deviate by 6; "mean 1", V of mean 1; "shared
@@ -13,15 +14,24 @@ Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 k
 `--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways; and as FlashAttention-3's
 paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor,
 not rotated, whose P has fp16.
+`--kernels`: products of 8 bits on a GPU, as many queries as keys, against fp64 of the same 8-bit numbers. "kernel" is
+what a call gets, "with LSE" the one that has no exponentials as logarithms, "P" attention in fp64 whose P is rounded to
+e4m3, exactly, "rounding" what the output's type leaves, and "of the rule" the kernel's error over twice that of P and
+this: 1 is the most that `composattn.testing` takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
 import math
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +47,12 @@ from benchmarks.accuracy import DRAWS, deviation  # noqa: E402
 from benchmarks.provenance import provenance  # noqa: E402
 from benchmarks.run import Row, save  # noqa: E402
 from composattn.emulator.opcodes.operands import cut_sums  # noqa: E402
+from composattn.mods import causal  # noqa: E402
 from composattn.quantising import rotated, signs_of  # noqa: E402
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HEADS, ROWS, DIM = 1, 256, 128
+LENGTHS = 2048, 8192, 32768, 131072
 
 WAYS: dict[str, dict[str, Any]] = {
     "per head": {"hadamard": False, "center": False},
@@ -61,25 +73,43 @@ DEFAULT_AND_BEST = [
 ROTATIONS = 3
 
 
-def drawn(name: str, keys: int, seed: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of q, k and v, which have the same heads and dimension."""
+
+    keys: int
+    rows: int = ROWS
+    heads: int = HEADS
+    dim: int = DIM
+
+
+def drawn(name: str, sizes: Sizes, generator: torch.Generator) -> Inputs:
+    keys, heads, dim = sizes.keys, sizes.heads, sizes.dim
     draw = DRAWS[name != "outliers"]
-    q, k, v = (draw((1, HEADS, n, DIM), generator) for n in (ROWS, keys, keys))
+    q, k, v = (draw((1, heads, n, dim), generator) for n in (sizes.rows, keys, keys))
     if name == "sink":  # in a channel of its own, so that its score is log(99 Σ exp) of the others in every row
         q[..., 0], k[..., 0], k[:, :, 0] = 4.0, 0.0, 0.0
-        k[:, :, 0, 0] = (math.log(99 * keys) + 0.5) * DIM**0.5 / 4
+        k[:, :, 0, 0] = (math.log(99 * keys) + 0.5) * dim**0.5 / 4
     if name == "deviation 6":
         q = 6 * q
     if name == "mean 1":
         v = v + 1
     if name == "shared channels":
-        k = k + 4 * torch.randn((1, HEADS, 1, DIM), generator=generator)
+        k = k + 4 * torch.randn((1, heads, 1, dim), generator=generator, device=generator.device)
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
-def rounded_p(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q·k)·v in the type of these, P rounded to e4m3."""
-    scores = q @ k.mT * DIM**-0.5
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def scores_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q @ k.mT * q.shape[-1] ** -0.5
+
+
+def rounded_p(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """softmax(q·k)·v in the type of these, P rounded to e4m3; `hidden`: of which pairs it is 0."""
+    scores = scores_of(q, k) if hidden is None else scores_of(q, k).masked_fill(hidden, -torch.inf)
     p = torch.exp(scores - scores.amax(-1, keepdim=True)) * 256
     return p.float().to(torch.float8_e4m3fn).to(v.dtype) @ v / p.sum(-1, keepdim=True)
 
@@ -97,14 +127,14 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q·k)·v as it is, in fp64."""
-    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
+    return torch.softmax(scores_of(q, k), -1) @ v
 
 
 def errors(name: str, keys: int, seeds: int) -> list[Row]:
     """A row for each way to quantise; beside it 16-bit q with k and v of 8 bits, and attention in bf16."""
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
-        given = drawn(name, keys, seed)
+        given = drawn(name, Sizes(keys), seeded(seed))
         exact = attended(*(x.double() for x in given))
 
         def keep(way: str, out: torch.Tensor, exact: torch.Tensor = exact) -> None:
@@ -162,7 +192,7 @@ def of_outliers(keys: int, draws: int) -> list[Row]:
     """
     found: dict[str, list[float]] = {}
     for seed in range(draws):
-        q, k, v = drawn("outliers", keys, seed)
+        q, k, v = drawn("outliers", Sizes(keys), seeded(seed))
         exact = attended(*(x.float() for x in (q, k, v)))
         found.setdefault("size", []).append(deviation(torch.zeros_like(exact), exact))
         rounds_anew = torch.Generator().manual_seed(seed)
@@ -212,6 +242,47 @@ def sums(keys: int) -> list[Row]:
     return rows
 
 
+KERNELS_DIMS = 64, 128
+KERNELS_DRAWS = "normal", "outliers", "deviation 6", "mean 1", "sink"
+CHECKED = 512  # rows of queries, at equal distances
+LEAST_TILES = 640  # of 128 queries: some for each multiprocessor, so that no keys are split
+HEADS_CHECKED = 4
+
+
+def of_kernels(name: str, keys: int, dim: int, masked: bool) -> list[Row]:
+    """Errors of rows of products of 8 bits on a GPU, see above; "size" is the root mean square of the exact output."""
+    heads = max(HEADS_CHECKED, LEAST_TILES * 128 // keys)
+    sizes = Sizes(keys, keys, heads, dim)
+    given = [x.to(torch.float8_e4m3fn) for x in drawn(name, sizes, torch.Generator("cuda").manual_seed(0))]
+    how: dict[str, Any] = {"mask_mod": causal() if masked else None, "out_dtype": torch.bfloat16}
+    rows = torch.arange(keys // CHECKED - 1, keys, keys // CHECKED, device="cuda")
+    kernels = {"kernel": ca.attention(*given, **how), "with LSE": ca.attention(*given, **how, return_lse=True)[0]}
+    found: dict[str, list[float]] = {}
+    for head in range(HEADS_CHECKED):
+        q, k, v = (x[:, head].double() for x in given)
+        q, hidden = q[:, rows], torch.arange(keys, device="cuda") > rows[:, None] if masked else None
+        scores = scores_of(q, k) if hidden is None else scores_of(q, k).masked_fill(hidden, -torch.inf)
+        weights = torch.softmax(scores, -1)
+        exact = weights @ v
+        outs = {way: out[:, head, rows] for way, out in kernels.items()}
+        outs |= {"P": rounded_p(q, k, v, hidden), "rounding": exact.bfloat16(), "size": torch.zeros_like(exact)}
+        for way, out in outs.items():
+            found.setdefault(way, []).append(deviation(out, exact))
+        found.setdefault("share of the first key", []).append(float(weights[..., 0].mean()))
+    means = {way: mean_square(of) for way, of in found.items()}
+    means["of the rule"] = means["kernel"] / (2 * means["P"] + means["rounding"])
+    row = f"D{dim} {keys} keys {'causal' if masked else 'full'} {name}"
+    return [{"row": row, "impl": way, "rmse" if way in found else "ratio": x} for way, x in means.items()]
+
+
+def compiled(dim: int, masked: bool, keys: int) -> None:
+    """The kernels of a row of `of_kernels`, kept on disk, by a process of its own."""
+    given = [torch.zeros(1, LEAST_TILES, keys, dim, device="cuda").to(torch.float8_e4m3fn) for _ in range(3)]
+    how: dict[str, Any] = {"mask_mod": causal() if masked else None, "out_dtype": torch.bfloat16}
+    for lse in (False, True):
+        ca.attention(*given, **how, return_lse=lse)
+
+
 def tables(rows: list[Row]) -> tuple[str, str]:
     """Errors by draw and way, and errors of sums, as the page "8 bits" shows them."""
     by_row: dict[str, dict[str, Any]] = {}
@@ -229,24 +300,39 @@ def tables(rows: list[Row]) -> tuple[str, str]:
     return "\n".join(first), "\n".join(second)
 
 
+def cpu_jobs(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
+    """Each gives rows."""
+    if options.outliers:
+        yield functools.partial(of_outliers, options.keys, options.outliers)
+        return
+    for name in ("outliers", "normal", "sink", "deviation 6", "mean 1", "shared channels"):
+        # a few outliers in scores decide the error of a draw: one seed says 7.1e-3, another 1.0e-2
+        yield functools.partial(errors, name, options.keys, options.seeds * (6 if name == "outliers" else 1))
+    for keys in LENGTHS:
+        yield functools.partial(sums, keys)
+
+
+def kernel_jobs() -> Iterator[Callable[[], list[Row]]]:
+    """Each gives rows; kernels are compiled before, side by side."""
+    forms = list(itertools.product(KERNELS_DIMS, (False, True)))
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        every = [(*form, keys) for form in forms for keys in LENGTHS[:3]]
+        list(pool.map(compiled, *zip(*every, strict=True)))
+    for keys, (dim, masked), name in itertools.product(LENGTHS, forms, KERNELS_DRAWS):
+        yield functools.partial(of_kernels, name, keys, dim, masked)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=8192)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--outliers", type=int, default=0, metavar="N", help="N draws of outliers, nothing else")
+    parser.add_argument("--kernels", action="store_true", help="those of a GPU, nothing else")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result: dict[str, Any] = {**provenance(torch.device("cpu")), "rows": []}
-    jobs: list[Callable[[], list[Row]]] = []
-    if options.outliers:
-        jobs.append(lambda: of_outliers(options.keys, options.outliers))
-    for name in () if options.outliers else ("outliers", "normal", "sink", "deviation 6", "mean 1", "shared channels"):
-        # a few outliers in scores decide the error of a draw: one seed says 7.1e-3, another 1.0e-2
-        seeds = options.seeds * (6 if name == "outliers" else 1)
-        jobs.append(lambda name=name, seeds=seeds: errors(name, options.keys, seeds))  # type: ignore[misc]
-    for keys in () if options.outliers else (2048, 8192, 32768, 131072):
-        jobs.append(lambda keys=keys: sums(keys))  # type: ignore[misc]
-    for job in jobs:
+    device = torch.device("cuda" if options.kernels else "cpu")
+    result: dict[str, Any] = {**provenance(device), "rows": []}
+    for job in kernel_jobs() if options.kernels else cpu_jobs(options):
         for row in job():
             print(*row.values(), flush=True)
             result["rows"].append(row)
