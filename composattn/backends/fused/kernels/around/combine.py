@@ -50,8 +50,11 @@ class Combine(Kernel):
         b, q = number // o.shape[2], number % o.shape[2]
         of_parts = parts[None, b, h, q, None], part_lse[None, b, h, q]
         whole = o[b, h, q, None], None if lse is None else lse[b, h, None], q
-        if cute.size(of_parts[1]) <= WARPS:
+        parts = cute.size(of_parts[1])
+        if parts <= WARPS:
             self.combine(1, of_parts, whole)
+        elif parts <= 2 * WARPS:
+            self.combine(2, of_parts, whole)
         else:
             self.combine(AHEAD, of_parts, whole)
 
