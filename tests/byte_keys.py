@@ -66,6 +66,10 @@ def cases(n: int, device: str) -> dict[str, Callable[[], tuple[Case, dict[str, A
         "a batch-invariant query": lambda: (dense(2, 128, **last), {"schedule": Schedule(batch_invariant=True)}),
         "D 256": lambda: (dense(5, 256, **last), {}),
         "D 576 and 512": lambda: (dense(2, 576, v_dim=512, scales=((), (2, 2)), **last), {}),
+        "parts of kv, D 576 and 512": lambda: (
+            dense(2, 576, v_dim=512, scales=((), (2, 2)), **last),
+            {"schedule": Schedule(split_kv=2)},
+        ),
         "D 320, scales of rows, e5m2": lambda: (dense(5, 320, E5M2, scales=((2, 2, n, 1),) * 2, **last), {}),
         "D 272 and 16, many rows": lambda: (dense(40, 272, v_dim=16, **last), {}),
         "pages, D 384, 32 heads, fp16": lambda: (of_bytes(make_paged_case(7, [n, 17, 0], dim=384, **of_32_heads)), {}),
