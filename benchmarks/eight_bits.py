@@ -2,6 +2,7 @@
 
     python benchmarks/eight_bits.py --out benchmarks/results/eight-bits/cpu.json
     python benchmarks/eight_bits.py --outliers 48 --out benchmarks/results/eight-bits/cpu-outliers.json
+    python benchmarks/eight_bits.py --shares --out benchmarks/results/eight-bits/cpu-shares.json
     python benchmarks/eight_bits.py --kernels --out benchmarks/results/eight-bits/h200-errors.json      on a GPU
 
 Draws: "outliers", N(0, 1) + N(0, 100)·Bernoulli(0.001), that of FlashAttention-3's test of accuracy; "normal"; "sink",
@@ -14,6 +15,8 @@ Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 k
 `--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways; and as FlashAttention-3's
 paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor,
 not rotated, whose P has fp16.
+`--shares`: one key has a share of each row, the scores of all others are N(0, 1), in fp64 but for P in e4m3, whose rows
+are divided by the sum of all P or by that of rounded P; errors over what `composattn.testing` takes.
 `--kernels`: products of 8 bits on a GPU, as many queries as keys, against fp64 of the same 8-bit numbers. "kernel" is
 what a call gets, "with LSE" the one that has no exponentials as logarithms, "P" attention in fp64 whose P is rounded to
 e4m3, exactly, "rounding" what the output's type leaves, and "of the rule" the kernel's error over twice that of P and
@@ -75,7 +78,7 @@ ROTATIONS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of q, k and v, which have the same heads and dimension."""
+    """Keys, heads and dimension, the same of q, k and v."""
 
     keys: int
     rows: int = ROWS
@@ -249,6 +252,25 @@ LEAST_TILES = 640  # of 128 queries: some for each multiprocessor, so that no ke
 HEADS_CHECKED = 4
 
 
+def of_shares(share: float, keys: int) -> list[Row]:
+    """What rows lose that are divided by sums of rounded P, where one key has a share of each."""
+    generator = seeded(keys)
+    weights = torch.randn(64, keys, generator=generator, dtype=torch.float64).exp()
+    weights[:, 0] = weights[:, 1:].sum(1) * share / (1 - share)
+    values = torch.randn(keys, 64, generator=generator).to(torch.float8_e4m3fn).double()
+    p = weights / weights.amax(1, keepdim=True) * 2**8
+    rounded = p.float().to(torch.float8_e4m3fn).double()
+    exact = (p / p.sum(1, keepdim=True)) @ values
+    by_all, by_rounded = (rounded @ values / divisor.sum(1, keepdim=True) for divisor in (p, rounded))
+    most = 2 * deviation(by_all, exact) + deviation(exact.bfloat16(), exact)
+    outs = {"all P": by_all, "rounded P": by_rounded}
+    row = f"{keys} keys, one has {share}"
+    return [
+        {"row": row, "impl": f"by {name}", "ratio": deviation(out.bfloat16(), exact) / most}
+        for name, out in outs.items()
+    ]
+
+
 def of_kernels(name: str, keys: int, dim: int, masked: bool) -> list[Row]:
     """Errors of rows of products of 8 bits on a GPU, see above; "size" is the root mean square of the exact output."""
     heads = max(HEADS_CHECKED, LEAST_TILES * 128 // keys)
@@ -302,6 +324,10 @@ def tables(rows: list[Row]) -> tuple[str, str]:
 
 def cpu_jobs(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
     """Each gives rows."""
+    if options.shares:
+        for share, power in itertools.product((0.9, 0.99), range(10, 18)):
+            yield functools.partial(of_shares, share, 2**power)
+        return
     if options.outliers:
         yield functools.partial(of_outliers, options.keys, options.outliers)
         return
@@ -327,6 +353,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=8192)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--outliers", type=int, default=0, metavar="N", help="N draws of outliers, nothing else")
+    parser.add_argument("--shares", action="store_true", help="one key with much of each row, nothing else")
     parser.add_argument("--kernels", action="store_true", help="those of a GPU, nothing else")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

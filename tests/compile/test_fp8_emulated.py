@@ -171,6 +171,29 @@ def test_exponentials_of_degree_1_are_right_at_other_head_dimensions(d: int, mul
     assert multiplied == [FP8]
 
 
+def test_few_keys_are_divided_by_rounded_weights_alone() -> None:
+    """Where there are more, e4m3 loses what many small ones are together (`benchmarks/eight_bits.py --shares`)."""
+
+    def rounds_sums(keys: int, **asked: bool) -> bool:
+        problem = Problem(1, HQ, H, keys, keys, 64, 64, torch.bfloat16, torch.device("cpu"), narrow=(E4M3,) * 3)
+        return plan_forward(problem, Program(None, None), HOPPER, **asked).tiling.rounds_sums
+
+    assert rounds_sums(1024, return_lse=False)
+    assert not rounds_sums(1025, return_lse=False)
+    assert not rounds_sums(1024, return_lse=True)
+
+
+@pytest.mark.parametrize(
+    "d", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(192, marks=pytest.mark.slow)]
+)
+def test_rows_divided_by_all_weights_are_right_where_no_lse_is_asked_for(
+    d: int, multiplied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_tiling, "MOST_ROUNDED", 100)
+    check(without_lse, fp8_case(d, lengths=(130, 300), mask_mod=causal()))
+    assert multiplied == [FP8]
+
+
 BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "of 64": ({"block": 64}, {}),
     "of 32 keys, causal": ({"block": 32}, {"mask_mod": causal()}),

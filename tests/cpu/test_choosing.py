@@ -6,7 +6,7 @@ import ast
 
 from tests.choosing import Count, branches, counted, summed
 
-MOST = Count(lines=2478, branches=235)
+MOST = Count(lines=2483, branches=237)
 
 
 def test_no_more_code_chooses_than_before() -> None:

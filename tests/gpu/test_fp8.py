@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -71,3 +72,23 @@ def test_sums_over_many_keys_lose_nothing(d: int, length: int) -> None:
     out = ca.attention(*tensors, **given, backend=gpu_backend())
     exact = ca.attention(*tensors, q_scale=1.0, out_dtype=torch.float64, backend="streaming")
     assert (out - exact).norm() <= 2.5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("share", [0.9, 0.99])
+@pytest.mark.parametrize("length", [1024, 4096, 32768])
+def test_a_row_that_one_key_has_nearly_whole_is_right(d: int, share: float, length: int) -> None:
+    """What all others have together is in weights that e4m3 has no numbers for; no LSE is asked for."""
+    make = torch.Generator("cuda").manual_seed(length)
+    q, k, v = (torch.randn(1, 1, n, d, generator=make, device="cuda") for n in (192, length, length))
+    q[..., 0], k[..., 0] = 1.0, 0.0  # and the first key's score is what gives it the share
+    k[:, :, 0] = 0.0
+    others = (q @ k[:, :, 1:].mT / math.sqrt(d)).exp().sum(-1).mean()
+    k[:, :, 0, 0] = math.sqrt(d) * math.log(float(others) * share / (1 - share))
+    given = Case(*(t.to(E4M3) for t in (q, k, v)), scales=(1.0, None, None), out_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    out = ca.attention(given.q, given.k, given.v, q_scale=1.0, backend=gpu_backend())
+
+    def alone(*tensors: torch.Tensor, return_lse: bool, **how: Any) -> Any:
+        return out, ca.attention(*tensors, **how, return_lse=True, backend="reference")[1]
+
+    check(alone, given)

@@ -27,6 +27,7 @@ from .fp8_tiling import choose_fp8
 from .tiling import GUESSING, ROWS, TABLES, ByteTiling, HopperTiling
 from .wide_tiling import GROUPS, SLICE, WideByteTiling, WideTiling
 
+MOST_ROUNDED = 32768  # keys: rows that guess are divided by rounded weights, of which fp16 loses those below 2^-25
 NARROW = 2048  # keys of a row up to which batch-invariant tiles may have 64 of them
 # Of K and V in shared memory where one block of few queries has 128 keys a tile: with half as much again, 64 sequences
 # of 4k and more lose 2 %
@@ -95,7 +96,8 @@ def _block(form: str, call: Facts, less: bool) -> dict[str, Any]:
 
     `less`: of those where others leave no registers.
     """
-    said = FORMS[form]
+    said = dict(FORMS[form])
+    said["guesses"] &= call.in_bf16 or call.keys <= MOST_ROUNDED
     return {"blocks": 1, "tile_n": 128, **said, **first(TABLES["blocks"], call, kind=said["kind"], less=less)}
 
 

@@ -1,5 +1,7 @@
 """The forward kernel for Hopper of q, k and v that are e4m3: products of 8 bits, V turned on its way."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -47,9 +49,8 @@ class HopperForwardFp8(HopperForwardApart):
         return Fp8Block(self.tiling, self.dtype, self.out_dtype, call, self.mods)
 
     def products(self, block, number):
-        plan = self.plan
-        # rounded, which the output does not notice, but LSE would; dropout leaves some out of the output alone
-        asked = plan.return_lse or plan.return_max_scores or plan.is_split or plan.program.keep is not None
+        # rounded, which the output of few keys does not notice; dropout leaves some out of the output alone
+        asked: Any = not self.tiling.rounds_sums or self.plan.program.keep is not None
         # and where keys of a tile have several scales of V, small ones would be lost; or weights of their own
         asked = asked or (self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n)
         asked = asked or (

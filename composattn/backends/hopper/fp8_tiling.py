@@ -23,6 +23,7 @@ FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
 ALIGNED = 1024  # bytes where each part of shared memory begins
 TURNING = 3  # warps that turn V: those beside the copying one
+MOST_ROUNDED = 1024  # keys; of more, so many weights are below the least of e4m3 that rows are more than those left
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Fp8Tiling(HopperTiling):
     Scores and these sums have the same registers, one after the other: larger tiles fit, and a third warpgroup.
     `pieces`: so many times a part of the output's columns is multiplied and added. `in_turns`: warpgroups take turns,
     with the output of a tile and the next scores. `numbers`: see `KeyScales`. `passes_by`: tiles that only others see.
-    `logarithms`: so many of 8 exponentials are, see `e4m3_powers`. `beside_sums`: fields that differ if sums are asked.
+    `logarithms`: so many of 8 exponentials are, see `e4m3_powers`, where rows are divided by sums of rounded weights
+    (`rounds_sums`). `beside_sums`: fields that differ where they are not, as where sums are asked for.
     """
 
     kernel: str = FP8
@@ -41,6 +43,7 @@ class Fp8Tiling(HopperTiling):
     numbers: int = 0
     passes_by: bool = False
     logarithms: int = 0
+    rounds_sums: bool = True
     beside_sums: tuple[tuple[str, Any], ...] = ()  # type: ignore[misc]
 
     @property
@@ -82,12 +85,13 @@ def choose_fp8(problem: Problem, program: Program, target: Target) -> Chosen:
     """Tiles of a call that `multiplies_eight_bits`."""
     call = Facts(FORWARD, problem, program, target, rows=ROWS, heads=packed_heads(problem, program, ROWS))
     rest, scales = scales_of(program.score, program.values, max(RUNS), lambda node: node.rate)
-    beside = any((reads(rest, ALONG_KEYS), call.mask_reads, program.keep, call.opaque))
-    kept = first(TABLES["fp8_kept"], None, reads=beside, by_key=scales.by_key > 0, scored=rest is not None)
+    along = any((reads(rest, ALONG_KEYS), call.mask_reads, program.keep, call.opaque))
+    kept = first(TABLES["fp8_kept"], None, reads=along, by_key=scales.by_key > 0, scored=rest is not None)
     form = row_of(TABLES["fp8"], call, mods_keep=kept, runs=scales.keys)
     rounds = query_tiles(problem, call.heads, form.says["tile_m"]) / target.sms
+    beside = {"logarithms": 0, "rounds_sums": False, **form.says.get("beside_sums", {})}
     tiling = Fp8Tiling(
-        **form.says | {"beside_sums": tuple(form.says.get("beside_sums", {}).items())},
+        **form.says | {"beside_sums": tuple(beside.items())} | (beside if problem.kv_len > MOST_ROUNDED else {}),
         d=call.d,
         dv=call.dv,
         heads_together=call.heads_together,
