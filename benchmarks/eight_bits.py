@@ -15,8 +15,8 @@ Hopper's unit keeps: relative error by keys, with sums moved to fp32 every 128 k
 `--outliers N`: N draws of outliers alone, all with P rounded, each rotated in several ways; and as FlashAttention-3's
 paper says that it rounds: by the largest number, rotated, of each block of 128 rows, and its baseline, of each tensor,
 not rotated, whose P has fp16.
-`--shares`: one key has a share of each row, the scores of all others are N(0, 1), in fp64 but for P in e4m3, whose rows
-are divided by the sum of all P or by that of rounded P; errors over what `composattn.testing` takes.
+`--shares`: one key has a share of each row, the scores of all others are N(0, 1) or equal, in fp64 but for P in e4m3,
+whose rows are divided by the sum of all P or by that of rounded P; errors over what `composattn.testing` takes.
 `--kernels`: products of 8 bits on a GPU, as many queries as keys, against fp64 of the same 8-bit numbers. "kernel" is
 what a call gets, "with LSE" the one that has no exponentials as logarithms, "P" attention in fp64 whose P is rounded to
 e4m3, exactly, "rounding" what the output's type leaves, and "of the rule" the kernel's error over twice that of P and
@@ -252,10 +252,10 @@ LEAST_TILES = 640  # of 128 queries: some for each multiprocessor, so that no ke
 HEADS_CHECKED = 4
 
 
-def of_shares(share: float, keys: int) -> list[Row]:
+def of_shares(share: float, keys: int, spread: float = 1.0) -> list[Row]:
     """What rows lose that are divided by sums of rounded P, where one key has a share of each."""
     generator = seeded(keys)
-    weights = torch.randn(64, keys, generator=generator, dtype=torch.float64).exp()
+    weights = (spread * torch.randn(64, keys, generator=generator, dtype=torch.float64)).exp()
     weights[:, 0] = weights[:, 1:].sum(1) * share / (1 - share)
     values = torch.randn(keys, 64, generator=generator).to(torch.float8_e4m3fn).double()
     p = weights / weights.amax(1, keepdim=True) * 2**8
@@ -264,7 +264,7 @@ def of_shares(share: float, keys: int) -> list[Row]:
     by_all, by_rounded = (rounded @ values / divisor.sum(1, keepdim=True) for divisor in (p, rounded))
     most = 2 * deviation(by_all, exact) + deviation(exact.bfloat16(), exact)
     outs = {"all P": by_all, "rounded P": by_rounded}
-    row = f"{keys} keys, one has {share}"
+    row = f"{keys} keys, one has {share}{'' if spread else ', others equal'}"
     return [
         {"row": row, "impl": f"by {name}", "ratio": deviation(out.bfloat16(), exact) / most}
         for name, out in outs.items()
@@ -327,6 +327,8 @@ def cpu_jobs(options: argparse.Namespace) -> Iterator[Callable[[], list[Row]]]:
     if options.shares:
         for share, power in itertools.product((0.9, 0.99), range(10, 18)):
             yield functools.partial(of_shares, share, 2**power)
+        for keys in (128, 1024, 8192):
+            yield functools.partial(of_shares, 0.3, keys, 0.0)
         return
     if options.outliers:
         yield functools.partial(of_outliers, options.keys, options.outliers)

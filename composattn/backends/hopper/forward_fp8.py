@@ -49,7 +49,7 @@ class HopperForwardFp8(HopperForwardApart):
         return Fp8Block(self.tiling, self.dtype, self.out_dtype, call, self.mods)
 
     def products(self, block, number):
-        # rounded, which the output of few keys does not notice; dropout leaves some out of the output alone
+        # rounded; dropout leaves some out of the output alone
         asked: Any = not self.tiling.rounds_sums or self.plan.program.keep is not None
         # and where keys of a tile have several scales of V, small ones would be lost; or weights of their own
         asked = asked or (self.mods.scales.values is not None and self.mods.scales.keys != self.tiling.tile_n)

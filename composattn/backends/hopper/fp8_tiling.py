@@ -23,7 +23,7 @@ FP8 = "forward_fp8"
 LARGEST = 448.0  # of e4m3
 ALIGNED = 1024  # bytes where each part of shared memory begins
 TURNING = 3  # warps that turn V: those beside the copying one
-MOST_ROUNDED = 1024  # keys; of more, so many weights are below the least of e4m3 that rows are more than those left
+MOST_ROUNDED = 0  # keys up to which rounded weights divide rows: equal ones are rounded alike, small ones are lost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
